@@ -67,43 +67,56 @@ def _biases(field: str, value: Any) -> dict[int, float]:
 class SamplingParams:
     """How one request is sampled. Names follow transformers' ``GenerationConfig`` where it has one.
 
-    max_new_tokens, min_new_tokens: bounds on the tokens generated; before ``min_new_tokens`` no
-        stop token is sampled. max_new_tokens=None: what ``max_model_len`` leaves, which the
-        output records.
-    temperature: 0 is greedy. top_k (0: off), top_p (1: off, 0: the likeliest alone) and min_p
-        (0: off) filter in this order.
-    What changes logits before temperature, in this order, which is transformers' where it has one:
-        logit_bias: added to the logits of these token ids.
-        repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
-        frequency_penalty, presence_penalty: subtracted from the logits of tokens already generated,
-        as often as each was, and once (OpenAI's meaning; the prompt does not count).
-        bad_words_ids: sequences of token ids whose last token is excluded where the others precede
-        it; one that is a single end token is ignored.
-        min_new_tokens.
-        json_schema (a dict, or its JSON), regex, or grammar (Lark, as llguidance reads it), one at
-        most: only tokens that lead to such a text are left; the end tokens once it is complete.
-        Whole texts match, from their first character. Needs a tokenizer and the extra
-        "structured"; drafts are made under the same rule.
-        logits_processors.
-    seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
-    num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
-    eos_token_id: None takes the model's. ignore_eos: run to ``max_new_tokens``.
-    stop_strings, stop_token_ids: further stops; the output includes them. include_stop_str: False
-        ends the text before the stop string, tokens stay; events show no part of it.
-    logprobs: the chosen token's log-probability. top_logprobs: also those of so many best tokens.
-    prompt_logprobs: log-probability of every prompt token but the first.
-    logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
+    max_new_tokens: most tokens that are generated (default: 128). None: what ``max_model_len``
+        leaves, which the output records.
+    min_new_tokens: no stop token is sampled before.
+    temperature: 0 (default) is greedy.
+    top_k: sample from so many of the likeliest. 0: off. It filters before top_p, and that before
+        min_p.
+    top_p: sample from the likeliest that have so much together. 1: off; 0: the likeliest alone.
+    min_p: sample from those with so much of the likeliest's probability. 0: off.
+    repetition_penalty: divides positive logits of tokens already seen, and multiplies negative ones
+        (default: 1, none).
+    frequency_penalty: subtracted from logits of generated tokens, as often as each was. OpenAI's
+        meaning, as of presence_penalty: the prompt does not count.
+    presence_penalty: subtracted from logits of generated tokens, once each.
+    logit_bias: added to the logits of token ids, as {"5": 2.5}.
+    bad_words_ids: token ids that may not follow each other, as [[5], [6, 7]]. The last one is
+        excluded where the others precede it; one that is a single end token is ignored.
+    json_schema: the text must be JSON of this schema. A dict, or its JSON; one of json_schema,
+        regex and grammar at most: only tokens that lead to such a text are left; the end tokens
+        once it is complete. Whole texts match, from their first character. Needs a tokenizer and
+        the extra "structured"; drafts are made under the same rule.
+    regex: the whole text must match it.
+    grammar: the text must be one of this Lark grammar. As llguidance reads it.
+    seed: makes a sampled request repeatable. None draws one, which the output records.
+    num_return_sequences: completions of the prompt. Each is as if it had been asked for alone.
+    eos_token_id: ends a completion, instead of the model's.
+    ignore_eos: run to max_new_tokens.
+    stop_strings: ends a completion, which includes it.
+    stop_token_ids: ends a completion, which includes it.
+    include_stop_str: whether the text has the stop string. False ends the text before it, tokens
+        stay; events show no part of it.
+    logprobs: log-probabilities of the chosen tokens.
+    top_logprobs: log-probabilities of so many best tokens too.
+    prompt_logprobs: log-probabilities of the prompt's tokens but the first.
+    logprobs_mode: of the distribution sampled from ("processed"), or of the model's own ("raw").
+    thinking: read the prompt with thoughts, by a model that has learnt to (``ThinkingModel``).
     logits_processors: called as ``f(input_ids [1, L], scores [1, V]) -> scores`` once per committed
         position, in order; one that declares ``stateless = True`` may be called for drafts too. All
         completions that a list is given for share what is in it: an object that keeps state would
         mix them up. A function without arguments in place of the list is called once for each
         completion, and makes a list of its own.
     stopping_criteria: called as ``f(input_ids [1, L], None)`` after every committed token.
-    thinking: read the prompt with thoughts, by a model that has learnt to (``ThinkingModel``).
 
-    Numbers may be numpy's, or tensors without dimensions. Raises ValueError naming the field, its
-    value and what is allowed.
+    Logits are changed before temperature in this order, which is transformers' where it has one:
+    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, bad_words_ids,
+    min_new_tokens, json_schema or regex or grammar, logits_processors. Numbers may be numpy's, or
+    tensors without dimensions. The command line has an option for each field but functions, with
+    the first sentence of its text above.
+
+    Raises ValueError naming the field, its value and what is allowed.
     """
 
     max_new_tokens: int | None = 128

@@ -35,7 +35,7 @@ def test_windows_that_do_not_agree():
 
 def test_against_chains_of_thought(tmp_path, capsys):
     """All answer the same prompts; here all are the model that thinks."""
-    from tinyspec.tools.thinking_demo import THINKER
+    from tinyspec.tools.demo import THINKER
 
     found, model = tmp_path / "found.json", str(THINKER)
     given = [model, "--chain", model, "--retold", model, "--rounds", "1", "--flips", "3"]

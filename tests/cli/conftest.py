@@ -23,7 +23,7 @@ def served(bundled, monkeypatch):
     """The commands do not load a model each, but take this engine; another may be put in its place
     as ``served[0]``."""
     engines = [bundled]
-    monkeypatch.setattr(common, "engine_of", lambda *_: nullcontext(engines[0]))
+    monkeypatch.setattr(common, "engine_of", lambda *_, **__: nullcontext(engines[0]))
     return engines
 
 

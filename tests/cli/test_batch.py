@@ -92,12 +92,12 @@ def batch(command, tmp_path):
 @pytest.mark.parametrize(
     "line, word",
     [
-        ("{", "line 2 is not JSON"),
+        ("{", "line 2: it is not JSON"),
         ('{"prompt": "A", "id": 0}', "line 2: id=0 is not allowed: another"),
         ('{"prompt": "A", "id": 1.5}', "line 2: id=1.5"),
         ('{"prompt": "A", "temperature": -1}', "line 2: temperature=-1"),
         ('{"prompt": "A", "temprature": 1}', "did you mean temperature"),
-        ('{"id": "x"}', 'line 2 is not allowed: a JSON object with a "prompt"'),
+        ('{"id": "x"}', "line 2: prompt=None is not allowed: text"),
     ],
 )
 def test_bad_lines_are_all_named_before_anything_runs(command, tmp_path, line, word):

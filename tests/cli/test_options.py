@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.loading import saved
 from tinyspec import Completion, Engine, RequestOutput, SamplingParams
-from tinyspec.cli.common import SAMPLING
+from tinyspec.cli.common import SAMPLING, Parser, add_sampling
 
 # As a shell gives it, and what becomes of it.
 GIVEN = {
@@ -48,6 +48,15 @@ def test_every_field_has_an_option(command, served):
     assert (status, err) == (0, "")
     expected = SamplingParams(**{name: value for name, (_, value) in GIVEN.items()})
     assert RequestOutput.from_json(out).params == expected
+
+
+def test_every_option_is_told():
+    """By the docstring of SamplingParams."""
+    parser = Parser()
+    add_sampling(parser)
+    helps = {action.dest: action.help for action in parser._actions}
+    assert helps.keys() == {*SAMPLING, "help"} and all(helps.values())
+    assert helps["seed"] == "makes a sampled request repeatable"
 
 
 LINES = {

@@ -10,8 +10,7 @@ from tests.support.loading import saved
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, SamplingParams, UnsupportedModelError, doctor
 from tinyspec.engine import input_processor as loading
-from tinyspec.tools.demo import BUNDLED
-from tinyspec.tools.thinking_demo import THINKER
+from tinyspec.tools.demo import BUNDLED, THINKER
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.demo import BUNDLED
-from tinyspec.tools.thinking_demo import THINKER
+from tinyspec.tools.demo import BUNDLED, THINKER
 
 SHORT = SamplingParams(max_new_tokens=2)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 1, 2, 3]]

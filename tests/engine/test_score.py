@@ -134,6 +134,7 @@ def test_score_of_a_stop_before_the_minimum_is_minus_infinity():
     [
         ([[1]], [[1], [2]], None, "continuations='2 of them'"),
         ([[1]], [[]], None, "continuation="),
+        ([[1]], [None], None, "continuation=None is not allowed"),
         ([[1]], [[VOCAB]], None, f"continuation token id={VOCAB}"),
         ([[1]], [[-1]], None, "continuation token id=-1"),
         ([[1]], [[True]], None, "continuation[0]=True"),

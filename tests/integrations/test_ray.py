@@ -123,6 +123,28 @@ def test_bad_rows_are_refused_alone(actor, told):
         assert found[row["id"]] == told[row["id"]]
 
 
+@pytest.mark.parametrize("kind", [Generate, Score])
+def test_a_lack_of_memory_is_no_rows_error(told, kind, monkeypatch):
+    """Rows that find room by themselves have their results; else it is raised. Control: another
+    failure is the error of its row."""
+    actor = kind(job())
+    rows = [{**row, "continuation": [5]} for row in ROWS[:4]]
+    whole = actor.engine.runner.model.forward
+    broken = torch.OutOfMemoryError("no room")
+
+    def forward(*args, **kwargs):
+        raise broken
+
+    monkeypatch.setattr(actor.engine.runner.model, "forward", forward)
+    with pytest.raises((MemoryError, RuntimeError), match="no room"):
+        said(actor, rows, 4)
+    broken = ArithmeticError("no number")
+    assert all("no number" in row["error"] for row in said(actor, rows, 4).values())
+    monkeypatch.setattr(actor.engine.runner.model, "forward", whole)
+    found = said(actor, rows, 4)
+    assert not any(row["error"] for row in found.values())
+
+
 def test_an_actor_with_another_fingerprint_is_refused(actor):
     """Control: with the same one it is not."""
     agreed = actor.job

@@ -15,8 +15,19 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Liar, demo
-from tinyspec.tools.thinking_demo import AGAIN, COINS, STAYS, THINKER, WAYS, demo_thinking
+from tinyspec.tools.demo import (
+    AGAIN,
+    BUNDLED,
+    COINS,
+    SEEDS,
+    STAYS,
+    THINKER,
+    WAYS,
+    Demo,
+    Liar,
+    demo,
+    demo_thinking,
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +117,7 @@ def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     monkeypatch.setattr(Demo, "pair", broken)
     assert demo(engine, 1, 5, patience=0.0) == 1
     out = capsys.readouterr().out
-    assert "NOT THE SAME: token " in out and "another text from token 3 on" in out
+    assert "DIFFERENT: token " in out and "another text from token 3 on" in out
 
 
 class Terminal(io.StringIO):

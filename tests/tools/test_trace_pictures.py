@@ -15,8 +15,8 @@ from tests.support.mixes import HalfLiar
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.drawing import COLOURS, LEGEND, html, picture, svg, timeline
-from tinyspec.tools.terminal import lines
+from tinyspec.tools.drawing import COLOURS, LEGEND, html, svg, timeline
+from tinyspec.tools.terminal import laid_out, lines
 from tinyspec.tools.trace import cells_of, diagrams, find_verify, read
 
 KINDS = ("svg", "html")
@@ -55,7 +55,7 @@ def test_every_token_has_a_cell(saved):
     assert cells["accepted"] == stats.accepted > 0
     assert cells["rejected"] == stats.rolled_back > 0
     assert sum(one.record.rows["verify"] for one in run.passes) == stats.rows["verify"]
-    drawn = Counter(re.findall(r'<rect class="(\w+)"', "".join(timeline(run).elements)))
+    drawn = Counter(re.findall(r'<rect class="(\w+)"', svg([timeline(run)])))
     assert drawn["accepted"] == cells["accepted"] + 1, "and once in the legend"
     assert drawn["rejected"] == cells["rejected"] + 1
 
@@ -107,11 +107,16 @@ def written(diagram, kind):
     """All words of a diagram as they stand in a terminal, an SVG or a page."""
     if kind == "terminal":
         return " ".join(" ".join(lines(diagram, io.StringIO())).split())
-    drawing = picture(diagram)
+    drawing = laid_out(diagram)
     words = svg([drawing]) if kind == "svg" else html([drawing], "a run")
     root = ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
     found = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
     return " ".join(" ".join(found).split())
+
+
+def tokens_of(parts):
+    """Of parts of the KV cache."""
+    return sum(int(part.text.split()[0]) for part in parts)
 
 
 class LiesOnce:
@@ -198,14 +203,14 @@ def test_a_verify_says_what_is_so(verifies):
         lane = run.lanes[0]
         number = int(diagram.title.rpartition(" ")[2])
         (work,) = [w for one, w in run.of(lane) if one.record.number == number]
-        assert sum(part.count for part in verify.kv) == work.kv
+        assert tokens_of(verify.kv) == work.kv
         assert len(outcome.cells) == 1 + len(work.tokens) and work.kv == work.start + len(
             work.tokens
         )
-        assert sum(part.count for part in prefill.kv) == work.prompt_tokens == 6
+        assert tokens_of(prefill.kv) == work.prompt_tokens == 6
         drafted = [w for one, w in run.of(lane) if w.kind == "draft" and one.record.number < number]
         if not rollback:
-            held = sum(part.count for part in decode.kv)
+            held = tokens_of(decode.kv)
             assert held == drafted[-1].kv + drafted[-1].kv_drafts
         note = diagram.note
         assert ("T3' dropped, T3 kept (the verifier's own)" in note) == rollback
@@ -243,8 +248,8 @@ def test_prefill_and_decode_as_in_their_seed(kind, tmp_path, capsys):
     assert works[-1].end == "stop" and decode.outputs[-1].text.endswith(" EoS")
     assert prefill.outputs[0].text == decode.cells[0].text == run.text(tokens[0])
     assert [c.text for c in decode.outputs[:3]] == [c.text for c in decode.cells[1:4]]
-    assert prefill.kv[0].count == works[0].prompt_tokens == len(prefill.cells)
-    assert sum(part.count for part in decode.kv) == works[0].prompt_tokens + len(tokens) - 1
+    assert tokens_of(prefill.kv[:1]) == works[0].prompt_tokens == len(prefill.cells)
+    assert tokens_of(decode.kv) == works[0].prompt_tokens + len(tokens) - 1
     picture_file = tmp_path / "run.svg"
     assert main(["trace", str(file), "-o", str(picture_file)]) == 0
     assert "Transformer Model" in picture_file.read_text(encoding="utf-8")

@@ -17,8 +17,6 @@ from tinyspec.errors import refuse
 
 # Of the local cluster beyond the actors': for Ray's own tasks, which read, filter and write.
 SPARE_CPUS = 3
-# What outputs depend on beside the requests, and how a model is loaded.
-LOADING = ("revision", "trust_remote_code", "dtype", "device")
 
 
 def add_batch(parser: ArgumentParser) -> None:
@@ -57,14 +55,11 @@ def batch(options: Namespace) -> int:
     shared = {"logprobs": True, **common.given(options)}
     seed = shared.pop("seed", 0)
     requests = read(options.file, shared)
-    try:
-        import ray
+    import ray
 
-        import tinyspec.integrations.ray  # noqa: F401
-    except ImportError as error:
-        needed = f'tinyspec batch needs {error.name}: pip install "tinyspec[ray]"'
-        raise ValueError(needed) from error
-    names = ("threads", *LOADING)
+    import tinyspec.integrations.ray  # noqa: F401
+
+    names = ("threads", *common.LOADING)
     of_all = {"model": model_of(options), "seed": seed, **{n: getattr(options, n) for n in names}}
     results = Results(Path(options.folder).resolve())
     if results.begin(requests, of_all):
@@ -83,22 +78,12 @@ def batch(options: Namespace) -> int:
 
 def read(path: str, shared: dict[str, Any]) -> list[str]:
     """The requests of a file, as JSON; raises ValueError naming every line that is none."""
-    requests, complaints = [], []
-    places: dict[str, str] = {}
-    for line in common.read_lines(path):
-        try:
-            job = common.job_of_json(line, shared, has_id=True)
-            if (first := places.setdefault(str(job.row_id), line.place)) != line.place:
-                allowed = f"another than that of {first}"
-                raise ValueError(f"{line.place}: {refuse('id', job.row_id, allowed)}")
-        except ValueError as error:
-            complaints.append(str(error))
-            continue
-        request = {"id": job.row_id, "prompt": job.prompt, **job.params.to_dict()}
-        requests.append(json.dumps(request))
-    if complaints or not requests:
-        raise ValueError("; ".join(complaints) or f"{path} has no request")
-    return requests
+    jobs = common.jobs_of(common.read_lines(path), shared, has_id=True)
+    if not jobs:
+        raise refuse("IN", path, "a file with at least one request")
+    return [
+        json.dumps({"id": job.row_id, "prompt": job.prompt, **job.params.to_dict()}) for job in jobs
+    ]
 
 
 def model_of(options: Namespace) -> str:
@@ -124,7 +109,10 @@ def run(options: Namespace, seed: int, results: Results) -> None:
         allowed = f"with {options.threads} threads each fewer than {there.get('CPU', 0):.0f} CPUs"
         raise refuse("--actors", options.actors, allowed)
     gpus = int(options.device != "cpu" and there.get("GPU", 0) >= options.actors)
-    loading = {name: value for name in LOADING if (value := getattr(options, name))}
+    if options.device.startswith("cuda") and not gpus:
+        allowed = f"with --device {options.device} at most {there.get('GPU', 0):.0f}, a GPU each"
+        raise refuse("--actors", options.actors, allowed)
+    loading = common.given(options, common.LOADING)
     if options.device == "auto":
         loading["device"] = "cuda" if gpus else "cpu"
     how = {"threads": options.threads, "fingerprint": results.fingerprint_parts()}

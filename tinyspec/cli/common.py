@@ -9,21 +9,23 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from tinyspec.config import EngineConfig
+from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
 from tinyspec.interrupts import in_main_thread
 from tinyspec.outputs import RequestOutput, no_name_twice
-from tinyspec.sampling_params import LOGPROBS_MODES, SamplingParams
+from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
@@ -39,41 +41,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "choices": DTYPES, "help": "default: %(default)s"},
     "device": {"default": "auto", "help": "auto (default), cpu, cuda or cuda:N"},
     "revision": {"metavar": "NAME", "help": "branch, tag or commit on the hub"},
-    "trust_remote_code": {"action": "store_true", "help": "run the model's own code"},
+    "trust_remote_code": {
+        "action": "store_true",
+        "default": None,
+        "help": "run the model's own code",
+    },
     "reference_rows": {"type": int, "metavar": "N", "help": "default: CPU 32, GPU 128"},
+    "max_rows": {"type": int, "metavar": "N", "help": "default: 2048"},
+    "max_model_len": {"type": int, "metavar": "N", "help": "tokens of prompt and answer"},
+    "kv_dtype": {"choices": KV_DTYPES, "help": "of the KV cache (default: auto)"},
     "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
 }
-MODEL = ("model", "revision", "trust_remote_code", "dtype", "device")
-# Fields of SamplingParams that a shell can give: type, or what several of a type are, and help.
-SAMPLING: dict[str, tuple[Any, str]] = {
-    "deterministic": (bool, "the same bits whatever else runs"),
-    "max_new_tokens": (int, "default: 128"),
-    "min_new_tokens": (int, "no stop token before"),
-    "temperature": (float, "0 (default) is greedy"),
-    "top_k": (int, "sample from so many of the likeliest"),
-    "top_p": (float, "sample from the likeliest that have so much together"),
-    "min_p": (float, "sample from those with so much of the likeliest's probability"),
-    "repetition_penalty": (float, "of tokens already seen (default: 1, none)"),
-    "frequency_penalty": (float, "of tokens already generated, as often as each was"),
-    "presence_penalty": (float, "of tokens already generated, once each"),
-    "logit_bias": (json.loads, 'JSON, as {"5": 2.5}: added to the logits of token ids'),
-    "bad_words_ids": (json.loads, "JSON, as [[5], [6, 7]]: may not follow each other"),
-    "json_schema": (str, "the text must be JSON of this schema"),
-    "regex": (str, "the whole text must match it"),
-    "grammar": (str, "the text must be one of this Lark grammar"),
-    "seed": (int, "makes a sampled request repeatable"),
-    "num_return_sequences": (int, "completions of each prompt"),
-    "eos_token_id": ([int], "instead of the model's"),
-    "ignore_eos": (bool, "run to --max-new-tokens"),
-    "stop_strings": ([str], "ends a completion, which includes it"),
-    "stop_token_ids": ([int], "ends a completion, which includes it"),
-    "include_stop_str": (argparse.BooleanOptionalAction, "whether text has the stop string"),
-    "logprobs": (bool, "of the chosen tokens, in JSON"),
-    "top_logprobs": (int, "those of so many best tokens too, in JSON"),
-    "prompt_logprobs": (bool, "of the prompt's tokens, in JSON"),
-    "thinking": (bool, "read prompts with thoughts, by a model that has learnt to"),
-    "logprobs_mode": (LOGPROBS_MODES, "of the distribution sampled from (default), or the model's"),
-}
+# Those of EngineConfig, and of Engine.from_pretrained.
+CONFIG = ("reference_rows", "max_rows", "max_model_len", "kv_dtype")
+LOADING = ("revision", "trust_remote_code", "dtype", "device")
+MODEL = ("model", *LOADING)
+# What some commands import, and the extra that brings it.
+EXTRAS = {"ray": "ray", "pyarrow": "ray", "openai": "serve", "fastapi": "serve"}
+EXTRAS |= {"uvicorn": "serve", "prometheus_client": "serve"}
+# Fields of SamplingParams that a shell can give, and how they are written in Python.
+SAMPLING = {f.name: str(f.type) for f in fields(SamplingParams) if "Callable" not in str(f.type)}
+# By what that begins with: type and metavar of the option.
+TYPES: dict[str, tuple[Any, str]] = {"int": (int, "N"), "float": (float, "N"), "str": (str, "TEXT")}
 # That change the log-probability of a given token.
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
@@ -97,26 +86,27 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: object
 
 
 def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple(SAMPLING)) -> None:
-    """An option for each of the fields; None where it is not given."""
+    """An option for each of the fields, which says what their docstring says of them first; None
+    where it is not given."""
     group = parser.add_argument_group("sampling")
+    said = re.findall(r"(?ms)^(\w+): (.+?)\.\s", getdoc(SamplingParams) or "")
+    told = {name: " ".join(text.split()) for name, text in said}
     for name in names:
-        kind, text = SAMPLING[name]
-        metavar = "N" if kind in (int, float) else "TEXT" if kind is str else "JSON"
-        how: dict[str, Any] = {"type": kind, "metavar": metavar}
-        if kind in (bool, argparse.BooleanOptionalAction):
-            how = {"action": "store_true" if kind is bool else kind, "default": None}
-        elif isinstance(kind, list):
-            how, text = {"action": "append", "type": kind[0]}, f"{text}; repeatable"
-        elif isinstance(kind, tuple):
-            how = {"choices": kind}
+        kind = SAMPLING[name]
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind != "bool":
+            read, metavar = TYPES.get(kind.partition(" ")[0], (json.loads, "JSON"))
+            how = {"type": read, "metavar": metavar}
+        if "| Sequence" in kind:
+            how["action"] = "append"
         spelled = f"--{name.replace('_', '-')}"
         flags = [spelled, "--stop"] if name == "stop_strings" else [spelled]
-        group.add_argument(*flags, dest=name, help=text, **how)
+        group.add_argument(*flags, dest=name, help=told.get(name), **how)
 
 
-def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields that were given as options."""
-    values = {name: getattr(options, name, None) for name in SAMPLING}
+def given(options: argparse.Namespace, names: Collection[str] = tuple(SAMPLING)) -> dict[str, Any]:
+    """Those of ``names`` that were given as options."""
+    values = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -138,8 +128,10 @@ def model_name(options: argparse.Namespace) -> str:
 
 
 @contextmanager
-def engine_of(options: argparse.Namespace, config: EngineConfig | None = None) -> Iterator[Engine]:
-    """The engine that the options ask for; at the end, on a terminal, a line about what it ran."""
+def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
+    """The engine that the options ask for, and further ``settings`` of EngineConfig; at the end, on
+    a terminal, a line about what it ran."""
+    config = EngineConfig(**given(options, CONFIG), **settings)
     load_libraries()
     from transformers.utils import logging
 
@@ -148,9 +140,9 @@ def engine_of(options: argparse.Namespace, config: EngineConfig | None = None) -
     terminal = sys.stderr.isatty()
     if not terminal:
         logging.disable_progress_bar()
-    where = options.dtype, options.device, config or EngineConfig()
-    given = {n: v for n in ("revision", "trust_remote_code") if (v := getattr(options, n))}
-    with Engine.from_pretrained(model_name(options), *where, **given) as engine:
+    where = options.dtype, options.device, config
+    code = given(options, LOADING[:2])
+    with Engine.from_pretrained(model_name(options), *where, **code) as engine:
         yield engine
         stats = engine.stats()
         if terminal and stats.committed:
@@ -191,6 +183,8 @@ def told(error: Exception) -> str:
     """What an error says, with its type where it was not raised for users to read."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ImportError) and error.name in EXTRAS:
+        return f'this needs {error.name}: pip install "tinyspec[{EXTRAS[error.name]}]"'
     if isinstance(error, (ValueError, TinyspecError, OSError)):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows the traceback)"
@@ -268,37 +262,49 @@ class Job:
         return f"{self.source}-{self.number}-{digest}"
 
 
-def job_of_json(
-    line: Line,
+def jobs_of(
+    lines: list[Line],
     shared: dict[str, Any],
     texts: Collection[str] = ("prompt",),
     names: Collection[str] = tuple(SAMPLING),
     has_id: bool = False,
+) -> list[Job]:
+    """Of lines with a JSON object each: its ``texts``, parameters that override those shared, and
+    where ``has_id`` its "id", which no other has. Raises ValueError for all lines that are no such
+    object, with file, line, field, value, and what is allowed."""
+    jobs, complaints, places = [], [], dict[str, str]()
+    for line in lines:
+        try:
+            job = _job_of(line, shared, texts, names, has_id)
+            if has_id and (first := places.setdefault(str(job.row_id), job.place)) != job.place:
+                raise refuse("id", job.row_id, f"another than that of {first}")
+            jobs.append(job)
+        except ValueError as error:
+            complaints.append(f"{line.place}: {error}")
+    if complaints:
+        raise ValueError("; ".join(complaints))
+    return jobs
+
+
+def _job_of(
+    line: Line, shared: dict[str, Any], texts: Collection[str], names: Collection[str], has_id: bool
 ) -> Job:
-    """Of a line with a JSON object: its ``texts``, parameters that override those shared, and where
-    ``has_id`` its "id". Raises ValueError naming file, line, field, value, what is allowed."""
     try:
-        values = json.loads(line.text, object_pairs_hook=no_name_twice)
+        found = json.loads(line.text, object_pairs_hook=no_name_twice)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{line.place} is not JSON: {error}") from error
-    for name in texts:
-        if not isinstance(values, dict) or name not in values:
-            chat = isinstance(values, dict) and "messages" in values
-            hint = f" (messages: {OTHER_NAMES['messages']})" if chat else ""
-            raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"{hint}')
-    found = {name: values.pop(name) for name in texts}
+        raise ValueError(f"it is not JSON: {error}") from error
+    values = found if isinstance(found, dict) else {}
+    own = {name: values.pop(name, None) for name in texts}
+    for name, text in own.items():
+        if not (isinstance(text, str) or (isinstance(text, (list, dict)) and text)):
+            allowed = "text, a list of token ids, or a list of chat messages, in a JSON object with"
+            hint = f" (messages: {OTHER_NAMES['messages']})" if "messages" in values else ""
+            raise refuse(name, text, f'{allowed} a "{name}"{hint}')
     row_id = values.pop("id", line.number) if has_id else None
-    try:
-        if has_id and type(row_id) not in (int, str):
-            raise refuse("id", row_id, "text or an integer")
-        for name, value in found.items():
-            if not (isinstance(value, str) or (isinstance(value, (list, dict)) and value)):
-                allowed = "text, a list of token ids, or a list of chat messages"
-                raise refuse(name, value, allowed)
-        params = params_of(shared | values, names)
-    except ValueError as error:
-        raise ValueError(f"{line.place}: {error}") from error
-    return Job("line", line.number, line.place, params, row_id=row_id, **found)
+    if has_id and type(row_id) not in (int, str):
+        raise refuse("id", row_id, "text or an integer")
+    params = params_of(shared | values, names)
+    return Job("line", line.number, line.place, params, row_id=row_id, **own)
 
 
 def by_place(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tinyspec.cli import common
-from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -64,7 +63,7 @@ def generate(options: Namespace) -> int:
     file = OutputFile(options.output, jobs, options.resume) if options.output else None
     if options.trace is not None:
         open(options.trace, "ab").close()  # where it cannot be written, nothing runs
-    with common.engine_of(options, EngineConfig(trace=options.trace is not None)) as engine:
+    with common.engine_of(options, trace=options.trace is not None) as engine:
         try:
             if file is not None:
                 return int(file.fill(engine))
@@ -90,7 +89,7 @@ def _jobs(options: Namespace) -> list[common.Job]:
         common.say("one prompt a line, Ctrl-D ends")
     lines = common.read_lines(path)
     if Path(path).suffix in JSON_LINES or _begin_with_json(lines):
-        return jobs + [common.job_of_json(line, shared) for line in lines]
+        return jobs + common.jobs_of(lines, shared)
     return jobs + [common.Job("line", line.number, line.place, params, line.text) for line in lines]
 
 
@@ -285,9 +284,7 @@ def _pairs(options: Namespace) -> list[common.Job]:
     shared, continuation = common.given(options), options.continuation
     if options.file is not None and options.prompt is None:
         lines = common.read_lines(options.file)
-        return [
-            common.job_of_json(line, shared, TEXTS, common.OF_THE_DISTRIBUTION) for line in lines
-        ]
+        return common.jobs_of(lines, shared, TEXTS, common.OF_THE_DISTRIBUTION)
     if options.file is not None or continuation is None:
         raise refuse("continuation", continuation, "a prompt and its continuation, or --file")
     return [

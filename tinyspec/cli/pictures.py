@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tinyspec.cli import common
-from tinyspec.config import VERIFY, EngineConfig
+from tinyspec.config import VERIFY
 from tinyspec.errors import refuse
 
 KINDS, VIEWS = (".svg", ".html"), ("both", "timeline", "verify")
@@ -45,21 +45,20 @@ def demo(options: Namespace) -> int:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
     common.load_libraries()
     from tinyspec.tools import demo as tool
-    from tinyspec.tools import thinking_demo
 
     with ExitStack() as stack:
         if not options.thinking:
-            settings = EngineConfig(verify=options.verify, trace=True, draft_window=3)
-            engine = stack.enter_context(common.engine_of(options, settings))
+            settings = {"verify": options.verify, "trace": True, "draft_window": 3}
+            engine = stack.enter_context(common.engine_of(options, **settings))
             sizes = options.crowd, options.max_new_tokens, options.seed
             return tool.demo(engine, *sizes, rollback=options.rollback)
-        options.model = options.model or str(thinking_demo.THINKER)
+        options.model = options.model or str(tool.THINKER)
         engines = {}
-        for name, window in thinking_demo.WAYS.items():
-            settings = EngineConfig(thinking_window=window, trace=True)
-            engines[name] = stack.enter_context(common.engine_of(options, settings))
-        config = thinking_demo.ThinkingConfig.load(Path(options.model))
-        return thinking_demo.demo_thinking(engines, config)
+        for name, window in tool.WAYS.items():
+            found = common.engine_of(options, thinking_window=window, trace=True)
+            engines[name] = stack.enter_context(found)
+        config = tool.ThinkingConfig.load(Path(options.model))
+        return tool.demo_thinking(engines, config)
 
 
 def add_trace(parser: ArgumentParser) -> None:
@@ -91,7 +90,8 @@ def trace(options: Namespace) -> int:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
     if options.cells is not None and options.cells < 1:
         raise refuse("--cells", options.cells, "an integer of at least 1")
-    from tinyspec.tools.drawing import html, picture, svg, timeline
+    from tinyspec.tools.drawing import html, svg, timeline
+    from tinyspec.tools.terminal import laid_out
     from tinyspec.tools.trace import diagrams, read
 
     run = read(options.file)
@@ -103,7 +103,7 @@ def trace(options: Namespace) -> int:
         raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
     most = options.cells or (None if kind == ".html" else CELLS)
     drawings = [timeline(run, most)] if options.view != "verify" else []
-    drawings += map(picture, diagrams(run) if options.view != "timeline" else [])
+    drawings += map(laid_out, diagrams(run) if options.view != "timeline" else [])
     if not drawings:
         raise refuse("--view", "verify", "timeline: no pass of this trace verified drafts")
     title = f"tinyspec: {Path(options.file).name}"

@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from tinyspec.cli import common
-from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import TinyspecError, refuse
 
 
@@ -30,7 +29,7 @@ def audit(options: Namespace) -> int:
     if not outputs:
         allowed = "; ".join(complaints) or "a file with at least one output"
         raise refuse("file", options.file, allowed)
-    with common.engine_of(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
+    with common.engine_of(options) as engine:
         from tinyspec.tools import audit as tool
 
         report = tool.audit(engine, outputs, progress=sys.stderr.isatty())
@@ -64,10 +63,8 @@ def diff(options: Namespace) -> int:
 
 
 def add_doctor(parser: ArgumentParser) -> None:
-    common.add_options(parser, *common.MODEL, "reference_rows", "json")
-    parser.add_argument("--max-rows", type=int, metavar="N", help="default: 2048")
-    kv = "of the KV cache (default: auto)"
-    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help=kv)
+    names = ("reference_rows", "max_rows", "kv_dtype", "json")
+    common.add_options(parser, *common.MODEL, *names)
     fresh = "probe again, without the results on disk"
     parser.add_argument("--fresh", action="store_true", help=fresh)
 
@@ -81,13 +78,11 @@ def doctor(options: Namespace) -> int:
     example:
       tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16
     """
-    names = ("reference_rows", "max_rows", "kv_dtype")
-    config = EngineConfig(**{name: getattr(options, name) for name in names})
     common.load_libraries()
     from tinyspec.tools import doctor as tool
 
     try:
-        with common.engine_of(options, config) as engine:
+        with common.engine_of(options) as engine:
             report = tool.doctor(engine, fresh=options.fresh)
     except TinyspecError as error:
         given = common.model_name(options), options.dtype, options.device

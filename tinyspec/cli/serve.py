@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.cli import common
-from tinyspec.config import EngineConfig
 
 # Beyond what the engine takes and lets wait: connections that are kept open or send their bodies.
 SPARE_CONNECTIONS = 256
@@ -20,14 +19,13 @@ MAX_HEADERS = 2**16
 
 
 def add_serve(parser: ArgumentParser) -> None:
-    common.add_options(parser, *common.MODEL, "reference_rows")
+    common.add_options(parser, *common.MODEL, "reference_rows", "max_model_len")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
     add("--port", type=int, default=8000, help="default: %(default)s")
     add("--api-key", metavar="KEY", help="what clients must send (default: TINYSPEC_API_KEY)")
     add("--served-model-name", metavar="NAME", help="default: as --model")
     add("--deterministic", action="store_true", help="requests that do not say are deterministic")
-    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer")
     add("--max-requests", type=int, default=256, metavar="N", help="that run (default: 256)")
     add("--max-waiting", type=int, default=1024, metavar="N", help="others get 429 (default: 1024)")
     add("--timeout", type=float, metavar="S", help="seconds that a request may take")
@@ -44,23 +42,16 @@ def serve(options: Namespace) -> int:
     example:
       tinyspec serve --model Qwen/Qwen3-0.6B --deterministic
     """
-    try:
-        import uvicorn
+    import uvicorn
 
-        from tinyspec.serve.app import create_app
-    except ImportError as error:
-        needed = f'tinyspec serve needs {error.name}: pip install "tinyspec[serve]"'
-        raise ValueError(needed) from error
     from tinyspec.engine.async_engine import AsyncEngine
+    from tinyspec.serve.app import create_app
 
-    config = EngineConfig(
-        reference_rows=options.reference_rows, max_model_len=options.max_model_len
-    )
     name = options.served_model_name or options.model or Path(common.model_name(options)).name
     # A key given as an option stands in the list of processes.
     key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
-    with common.engine_of(options, config) as engine:
+    with common.engine_of(options) as engine:
         served = AsyncEngine(engine, **limits)
         how = {"deterministic": options.deterministic, "api_key": key}
         app = create_app(served, name, timeout=options.timeout, **how)

@@ -81,21 +81,22 @@ def _unpadded(row: list[int], mask: list[int]) -> list[int]:
     return [row[place] for place in there]
 
 
-def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
-    """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
+def to_token_ids(prompt: Any, tokenizer: Any, field: str = "prompt") -> list[int]:
+    """Token ids of one prompt, which errors call ``field``. Raises ValueError where that needs a
+    tokenizer and there is none."""
     chat = prompt if _is_chat(prompt) else None
     if chat is None and not isinstance(prompt, str):
         if (rows := _rows(prompt)) is not None:
             if len(rows) != 1:
-                raise refuse("prompt", prompt, "one prompt")
+                raise refuse(field, prompt, "one prompt")
             return rows[0]  # type: ignore[return-value]
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise refuse("prompt", prompt, "a str, token ids, or chat messages")
+            raise refuse(field, prompt, "a str, token ids, or chat messages")
         if not (prompt and isinstance(prompt[0], dict)):
             return plain_list(prompt)
         chat = {"messages": prompt}
     if tokenizer is None:
-        raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
+        raise refuse(field, prompt, "token ids, as the engine has no tokenizer")
     if chat is None:
         return _text_ids("prompt", prompt, tokenizer)
     return _text_ids("prompt", _as_text(chat, tokenizer), tokenizer, add_special_tokens=False)
@@ -163,4 +164,4 @@ def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
         if tokenizer is None:
             raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
         return _text_ids("continuation", text, tokenizer, add_special_tokens=False)
-    return to_token_ids(text, None)
+    return to_token_ids(text, None, "continuation")

@@ -30,6 +30,8 @@ from tinyspec.scheduler.request import noise_key
 
 # What a column can give; functions cannot be in one.
 FIELDS = {f.name for f in fields(SamplingParams)} - {"logits_processors", "stopping_criteria"}
+# In the name of an error that other rows, or another process, may be the cause of.
+NO_MEMORY = "MemoryError"
 TEXT, NUMBERS = pyarrow.string(), pyarrow.list_(pyarrow.float64())
 
 
@@ -92,8 +94,9 @@ class _Actor:
     """An engine, and the rows of one block after the other.
 
     Columns of a row: ``prompt`` (text, token ids or chat messages), ``id`` where it samples without
-    a seed, and any fields of SamplingParams; null is not given. Or ``request``, a JSON object of
-    all of these. What is refused of a row, or ends it early, is said in its ``error``.
+    a seed, and any fields of SamplingParams; null is not given. Or ``request``, all of these in
+    JSON as ``tinyspec batch`` writes it. What is refused of a row, or ends it early, is said in its
+    ``error``; a lack of memory is no row's fault, and raised.
 
     Raises DeterminismError in an actor whose fingerprint is not the job's, naming the parts. A
     process whose engine is closed, whose GPU has failed, or whose fingerprint changed ends: Ray
@@ -135,12 +138,14 @@ class _Actor:
         """The results of rows, those that are refused found by halves."""
         try:
             return self.run(rows) if rows else []
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, MemoryError) as error:
             self._end_if_dead()
-            if len(rows) == 1:
-                return [self.refused(rows[0], str(error))]
-            half = len(rows) // 2
-            return self._each(rows[:half]) + self._each(rows[half:])
+            if len(rows) > 1:
+                half = len(rows) // 2
+                return self._each(rows[:half]) + self._each(rows[half:])
+            if NO_MEMORY in named(error):
+                raise
+            return [self.refused(rows[0], str(error))]
 
     def _end_if_dead(self) -> None:
         """End the process where the engine can give no more rows that are the job's. An exception
@@ -160,14 +165,7 @@ class _Actor:
 
     def request(self, row: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
         """What is given of a row, and its parameters."""
-        given = row
-        if "request" in row:
-            given = json.loads(row["request"] or "null")
-            if not isinstance(given, dict):
-                raise refuse("request", row["request"], "a JSON object")
-            said = {name for name, value in given.items() if value not in (None, [])}
-            if others := said - FIELDS - {"id", "prompt", "continuation"}:
-                raise refuse("request", sorted(others), "fields of SamplingParams, id and prompt")
+        given = json.loads(row["request"]) if "request" in row else row
         own = {n: v for n, v in given.items() if n in FIELDS and v is not None}
         if isinstance(biases := own.get("logit_bias"), dict):  # a column has all rows' names
             own["logit_bias"] = {token: bias for token, bias in biases.items() if bias is not None}
@@ -206,6 +204,9 @@ class Generate(_Actor):
     def run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         given, params = zip(*map(self.request, rows), strict=True)
         outputs = self.engine.generate([one.get("prompt") for one in given], list(params))
+        for completion in (one for output in outputs for one in output.completions):
+            if NO_MEMORY in (completion.error or ""):
+                raise MemoryError(completion.error)
         return [self._result(*each) for each in zip(given, outputs, strict=True)]
 
     def refused(self, row: dict[str, Any], error: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ _ONE = 1 << 40
 # A larger bias would not be finite in fp32; a smaller one than its negative excludes the token.
 _MOST = 1e30
 SHARED = "; if it keeps state, logits_processors must be a function that makes each list anew"
+# How the error of a completion begins whose grammar could not go on.
+GAVE_UP = "llguidance gave up"
 # What processors raised, by place.
 Errors = dict[int, tuple[str, Exception]]
 
@@ -139,7 +141,7 @@ def process(
             try:
                 allowed = row.grammar.allowed(row.generated, len(own), row.early)
             except Exception as error:
-                errors[n] = f"llguidance gave up: {error}", error
+                errors[n] = f"{GAVE_UP}: {error}", error
             else:
                 own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
         elif row.early:

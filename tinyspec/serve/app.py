@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import deepcopy
+from itertools import zip_longest
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,9 +24,9 @@ from tinyspec.engine.async_engine import AsyncEngine, checked_timeout
 from tinyspec.engine.prompts import to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
-from tinyspec.outputs import StreamEvent
+from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.runner.processors import GAVE_UP
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.serve.audit import audit
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
 from tinyspec.serve.protocol import (
@@ -36,12 +37,14 @@ from tinyspec.serve.protocol import (
     ResponsesRequest,
     Tokenize,
 )
-from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of
-from tinyspec.serve.responses import ResponsesReply
+from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, ResponsesReply, events_of
 from tinyspec.serve.tools import wanted_calls
 
 # Characters of prompts that wait for each other, and not for longer ones.
 SHORT = 2**16
+# What a response has that is no function of the request.
+NEVER = {"id", "call_id", "created", "created_at", "completed_at"}
+NEVER |= {"prompt_tokens_details", "input_tokens_details"}
 REPLIES: dict[Any, type[Reply]] = {
     ChatRequest: ChatReply,
     CompletionRequest: CompletionReply,
@@ -54,6 +57,19 @@ def characters(prompt: Any) -> int:
     if isinstance(prompt, dict):
         return sum(len(message["content"]) for message in prompt["messages"])
     return len(prompt)
+
+
+def first_difference(said: Any, found: Any, place: str = "") -> str | None:
+    """Where two values differ first, and how; null is as if it were not there."""
+    if isinstance(said, dict) and isinstance(found, dict):
+        names = [name for name in {**said, **found} if name not in NEVER]
+        pairs = [(said.get(n), found.get(n), f"{place}.{n}".lstrip(".")) for n in names]
+    elif isinstance(said, list) and isinstance(found, list):
+        both = enumerate(zip_longest(said, found))
+        pairs = [(*values, f"{place}[{number}]") for number, values in both]
+    else:
+        return None if said == found else f"{place}: {said!r:.80} -> {found!r:.80}"
+    return next(filter(None, (first_difference(*pair) for pair in pairs)), None)
 
 
 class EventStreamResponse(StreamingResponse):
@@ -197,20 +213,57 @@ class Server:
         return AsciiJSON(reply.whole(found))
 
     async def audit(self, body: AuditRequest, http: Request) -> dict[str, Any]:
-        """Whether this engine gives a response again. Raises ClientDisconnect, and what the engine
-        raises."""
+        """Whether this engine gives a response again: it is replayed along its own tokens, in a few
+        canonical passes, and rendered as it was; whatever it says is compared, but for ids, times
+        and cached tokens. Raises ClientDisconnect, and what the engine raises.
+
+        The verdict: "same", "differs", or "not comparable" for a request that was plain or another
+        engine's, and the reason.
+        """
         work = asyncio.wait_for(self._audited(body), self.timeout)
         verdict: dict[str, Any] = await while_connected(http, work)
         return verdict
 
     async def _audited(self, body: AuditRequest) -> dict[str, Any]:
-        kind = body.response.get("object")
+        said = body.response
+        kind = said.get("object")
         asked = next((model for model, reply in REPLIES.items() if reply.kind == kind), None)
         if asked is None:
             raise refuse("response", kind, "an object that an endpoint for text answers")
         request = asked.model_validate(body.request)
-        reply, params = await self.prepared(request, body.response.get("seed"))
-        return await audit(self.engine, reply, params, body.response)
+        reply, params = await self.prepared(request, said.get("seed"))
+        outputs = self._told(said, reply, params)
+        verdict, reason = "not comparable", "the request was not deterministic"
+        if params.deterministic:
+            again = reply.whole(events_of(await self.engine.replay(outputs, request.priority)))
+            reason = first_difference(said, again) or ""
+            verdict = "differs" if reason else "same"
+            if (own := again["system_fingerprint"]) != (theirs := said.get("system_fingerprint")):
+                verdict, reason = "not comparable", f"system_fingerprint: {theirs} -> {own}"
+        found = {"verdict": verdict, "reason": reason or None, "model": request.model}
+        return {"object": "audit", **found}
+
+    def _told(
+        self, response: dict[str, Any], reply: Reply, params: SamplingParams
+    ) -> list[RequestOutput]:
+        """The outputs that a response was made of. Raises ValueError for one without the token ids
+        of each completion."""
+        count, most = params.num_return_sequences, vocab_size(self.engine.engine.model)
+        choices = response.get("choices", [response])
+        choices = choices if isinstance(choices, list) else [choices]
+        given = [one.get("token_ids") if isinstance(one, dict) else None for one in choices]
+        for tokens in given:
+            if not isinstance(tokens, list) or not all(
+                type(token) is int and 0 <= token < most for token in tokens
+            ):
+                allowed = "token_ids, by a request with return_token_ids=true"
+                raise refuse("response", tokens, allowed)
+        if len(given) != len(reply.prompts) * count:
+            raise refuse("response", f"{len(given)} choices", f"{len(reply.prompts) * count}")
+        return [
+            RequestOutput("", prompt, params, [Completion(tokens) for tokens in own])
+            for prompt, *own in zip(reply.prompts, *[iter(given)] * count, strict=True)
+        ]
 
     def _note(self, event: StreamEvent) -> None:
         """Count an event. Raises HTTPException where the engine could not go on, ValueError where
@@ -218,7 +271,7 @@ class Server:
         self.metrics.note(event)
         if event.finish_reason == "abort":
             error = event.error or "aborted"
-            if error.startswith("llguidance"):
+            if error.startswith(GAVE_UP):
                 raise refuse("json_schema", "...", f"what a text can follow ({error})")
             raise HTTPException(500, error)
 

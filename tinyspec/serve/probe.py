@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from tinyspec.errors import LONGEST, refuse
-from tinyspec.serve.answers import Answer, difference
-from tinyspec.serve.probe_report import Report
+from tinyspec.serve.probe_report import Answer, Report, difference
 
 # huggingface-hub brings one of them, by its version; what is used here is the same in both.
 httpx: Any = import_module("httpx2" if find_spec("httpx2") else "httpx")

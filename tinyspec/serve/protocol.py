@@ -102,7 +102,6 @@ class StreamOptions(Strict):
 
 class UsageOptions(StreamOptions):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class TextRequest(Strict):
@@ -265,8 +264,7 @@ class ChatRequest(TokenRequest, ToolRequest):
         return data
 
     def api_name(self, name: str) -> str:
-        forced = self.json_schema is None and name in ("grammar", "json_schema")
-        return "tools" if forced else super().api_name(name)
+        return "tools" if name == "grammar" else super().api_name(name)
 
     def prompts(self) -> list[Any]:
         if self.top_logprobs and not self.logprobs:

@@ -18,50 +18,25 @@ from tinyspec.serve.protocol import LAYOUT
 DECODER = json.JSONDecoder()
 
 
-def _placed(schema: Any, place: str) -> Any:
-    """A schema as part of another: its references to itself lead to ``place``."""
-
-    def referring(found: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(to := found.get("$ref"), str) and to.startswith("#"):
-            found["$ref"] = place + to[1:]
-        return found
-
-    return json.loads(json.dumps(schema), object_hook=referring)
-
-
 @dataclass(frozen=True)
 class ToolFormat:
     """begin: of a call. opened, closed: what stands before and behind its object. arguments: what
-    they are called. grammar: of a call alone, but for the rule ``call``; without one it is the
-    text."""
+    they are called. grammar: of a call alone, but for the rule ``call``, its object."""
 
     begin: str
     opened: re.Pattern[str]
     closed: re.Pattern[str]
     arguments: str
-    grammar: str = ""
+    grammar: str
 
     def constraint(self, functions: list[Any]) -> dict[str, Any]:
         """The SamplingParams that force a call of one of ``functions``."""
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": function["name"]},
-                    self.arguments: _placed(
-                        function.get("parameters") or {"type": "object"},
-                        f"#/anyOf/{number}/properties/{self.arguments}",
-                    ),
-                },
-                "required": ["name", self.arguments],
-                "additionalProperties": False,
-            }
-            for number, function in enumerate(functions)
-        ]
-        schema = {"x-guidance": LAYOUT, "anyOf": calls}
-        if not self.grammar:
-            return {"json_schema": schema}
-        return {"grammar": f"{self.grammar}\ncall: %json {json.dumps(schema)}"}
+        calls = []
+        for function in functions:
+            schema = {"x-guidance": LAYOUT, **(function.get("parameters") or {"type": "object"})}
+            begin = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
+            calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
+        return {"grammar": f"{self.grammar}\ncall: {' | '.join(calls)}"}
 
     def call(self, text: str, place: int, names: set[str]) -> tuple[dict[str, Any] | None, int]:
         """The call that begins at ``place``, as OpenAI has it, and where it ends; None if what is
@@ -89,7 +64,7 @@ HERMES = ToolFormat(
     arguments="arguments",
     grammar='start: "<tool_call>\\n" call "\\n</tool_call>"',
 )
-LLAMA = ToolFormat("{", re.compile(""), re.compile(""), arguments="parameters")
+LLAMA = ToolFormat("{", re.compile(""), re.compile(""), "parameters", grammar="start: call")
 
 
 def wanted_calls(body: Any, tokenizer: Any) -> tuple[ToolFormat | None, dict[str, Any]]:

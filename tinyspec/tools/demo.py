@@ -1,4 +1,5 @@
-"""``tinyspec demo``: one request says something else in a crowd, with the flag it does not."""
+"""``tinyspec demo``: one request says something else in a crowd, with the flag it does not; and a
+model that reasons while it reads."""
 
 from __future__ import annotations
 
@@ -8,16 +9,18 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, count, cycle, islice
+from itertools import chain, count, cycle, islice, repeat, zip_longest
 from pathlib import Path
+from typing import Any
 
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.trace import chrome_trace
+from tinyspec.engine.trace import PROMPT, chrome_trace
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.tools.diff import compare, first_place, summed_up
-from tinyspec.tools.terminal import lines, styled
-from tinyspec.tools.trace import Diagram, find_verify, run_of
+from tinyspec.tools.terminal import Diagram, lines, styled
+from tinyspec.tools.trace import Run, find_verify, run_of
 
 # The model in the package that tells stories, for demos and tests without a network.
 BUNDLED = Path(__file__).resolve().parent / "storyteller"
@@ -30,6 +33,29 @@ WIDTH, LINES = 80, 2
 WORDS = {True: "with a rollback", False: "without a rollback"}
 # Between what is the same and what is not, in text that is to be wrapped.
 MARK = "\x00"
+
+# The model in the package that thinks (trained by ``python -m benchmarks.coin_reader.train``).
+THINKER = Path(__file__).resolve().parent / "coin_reader"
+COINS = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+# How the prompt is read, and how many chunks run at once; None: all of them.
+WAYS = {"speculative": None, "sequential": 1}
+# Of a line, of the labels in it, and of the narrowest column.
+PAGE, LABEL, LEAST = 100, 12, 8
+# Of the figure, as far as a terminal has them.
+Z, BLOCKS, S = "L_out  Z", "       T C", "L_in   S"
+COLOURS = {Z: "canonical", BLOCKS: "accepted", S: "draft", "answer": "canonical"}
+KEY = (
+    "The state S is added to a chunk at L_in; T makes a thought Z of it at L_out, and C makes that "
+    "the S of the next chunk. A thought that only ends gives none. The answer comes last."
+)
+STAYS, AGAIN = "\N{FULL BLOCK}", "\N{LIGHT SHADE}"
+
+
+def verdict_on(one: RequestOutput, other: RequestOutput) -> tuple[str, str]:
+    """What differs between two outputs of a request, and that in words and a colour."""
+    _, reason = summed_up(compare(one, other, 0).values())
+    told = f"DIFFERENT: {reason}" if reason else "identical, bit for bit"
+    return reason, styled(sys.stdout, "rejected" if reason else "accepted", told)
 
 
 class Demo:
@@ -158,11 +184,9 @@ def demo(
         found = show_plain(one, seed, patience)
     before = len(engine.trace)
     kept = one.pair(found, deterministic=True)
-    _, reason = summed_up(compare(kept[0], kept[1], 0).values())
+    reason, verdict = verdict_on(*kept)
     tokens = len(kept[0].completions[0].token_ids)
     if not rollback:
-        verdict = f"NOT THE SAME: {reason}" if reason else "identical, bit for bit"
-        verdict = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
         print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"), end=", ")
         print(f"{tokens} tokens and {tokens} log-probabilities: {verdict}")
         one.show(kept)
@@ -190,3 +214,68 @@ def show_plain(one: Demo, seed: int | None, patience: float) -> int:
     bits = f"the bits of {sum(a != b for a, b in pairs)} of {len(pairs)} log-probabilities differ"
     print(f"  {says}{' on' if at is not None else ''}{more}; {bits}\n")
     return found
+
+
+def demo_thinking(engines: dict[str, Engine], config: ThinkingConfig, prompt: str = COINS) -> int:
+    """A small model that reasons while it reads, drawn as the figure of Thinking States (arXiv
+    2602.08332, 2a), with the same thoughts however its prompt is read. All that is drawn is of this
+    run: thoughts are of its output, rounds of its trace.
+
+    engines: of one model and its tokenizer, by the names of WAYS, with
+    ``EngineConfig(trace=True)``. Returns 0 if both have the same thoughts and answers, bit for bit.
+    """
+    params = SamplingParams(
+        max_new_tokens=8, thinking=True, deterministic=True, logprobs=True, prompt_logprobs=True
+    )
+    found = {name: engine.generate([prompt], params)[0] for name, engine in engines.items()}
+    one, other = found.values()
+    print("\n".join(textwrap.wrap(f"A model that reasons while it reads: {prompt}", PAGE)) + "\n")
+    print("\n".join(_figure(next(iter(engines.values())).tokenizer, config, one)))
+    print("\n" + "\n".join(textwrap.wrap(KEY, PAGE)) + "\n")
+    halves = [_rounds(name, engines[name], found[name], config.chunk_size) for name in found]
+    for left, right in zip_longest(*halves, fillvalue=""):
+        print(f"{left:{PAGE // 2}}{right}".rstrip())
+    print(f"{STAYS} a chunk that stays, {AGAIN} one that ran before a thought was known, in vain")
+    reason, verdict = verdict_on(one, other)
+    print(f"\nthoughts, answers and log-probabilities of both ways: {verdict}")
+    return 1 if reason else 0
+
+
+def _figure(tokenizer: Any, config: ThinkingConfig, output: RequestOutput) -> list[str]:
+    """A column for each chunk and one for the rest of the prompt, L_out above L_in."""
+    ids, size, thoughts = output.prompt_token_ids, config.chunk_size, output.thoughts or []
+    empty = [thought.token_ids[0] == config.end_token_id for thought in thoughts]
+    states = [f"S{n} = 0" if e else f"S{n} = C(Z{n})" for n, e in enumerate([True, *empty])]
+    parts = [ids[n * size : (n + 1) * size] for n in range(len(thoughts) + 1)]
+    rows = {
+        "": [*(f"chunk {n}" for n in range(len(thoughts))), "the rest"],
+        Z: [f"Z{n} = {tokenizer.decode(z.token_ids)}" for n, z in enumerate(thoughts, 1)],
+        BLOCKS: ["T \N{UPWARDS ARROW}  C \N{RIGHTWARDS ARROW}"] * len(thoughts),
+        S: states,
+        "tokens": [tokenizer.decode(part) if part else "" for part in parts],
+        "answer": [*[""] * len(thoughts), (output.completions[0].text or "").strip()],
+        "KV cache": ["\N{WHITE SQUARE}" * len(part) for part in parts],
+    }
+    widths = [max(map(len, column)) for column in zip_longest(*rows.values(), fillvalue="")]
+    while sum(widths) > PAGE - LABEL - 2 * len(widths) and max(widths) > LEAST:
+        widths[widths.index(max(widths))] -= 1
+    found = []
+    for name, cells in rows.items():
+        wrapped = zip_longest(*map(textwrap.wrap, cells, widths), fillvalue="")
+        texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in wrapped]
+        for label, text in zip(chain([name], repeat("")), texts, strict=False):
+            found.append(label.ljust(LABEL) + styled(sys.stdout, COLOURS.get(name, ""), text))
+    return found
+
+
+def _rounds(name: str, engine: Engine, output: RequestOutput, size: int) -> list[str]:
+    """What each pass over the prompt ran, a mark for each chunk of ``size``."""
+    parts = Run(engine.trace.passes(), {}).of((output.request_id, 0))
+    works = [work for _, work in parts if work.kind == PROMPT]
+    rounds, ran = [], 0
+    for number, work in enumerate(works, 1):
+        first, end = work.start // size, -(-(work.start + work.rows) // size)
+        marks = "".join(STAYS if n * size < work.kv else AGAIN for n in range(first, end))
+        rounds.append(f"  round {number}  {' ' * first}{marks}")
+        ran += end - first
+    return [f"{name}: {len(works)} rounds, {ran} chunks run", *rounds]

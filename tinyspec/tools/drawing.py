@@ -1,25 +1,24 @@
 """A trace in SVG, light or dark as the screen is, and as a page around it. It loads nothing.
 
-The timeline has a column for each pass, a lane for each completion and a cell for each token, over
-a strip of what the KV cache holds; a diagram has its stages side by side.
+A drawing is rows of cells, as a terminal has them: a diagram, or the timeline, with a column for
+each pass, a lane for each completion and a cell for each token.
 """
 
 from __future__ import annotations
 
-import textwrap
-from dataclasses import dataclass, field
 from html import escape
 
 from tinyspec.engine.trace import PROMPT, Lane, TracedPass, TracedWork, lane_name, title
-from tinyspec.tools.trace import Cell, Diagram, Panel, Run, cells_of, printable, shown
+from tinyspec.tools.terminal import FULL, SIGNS, Cell, Row
+from tinyspec.tools.trace import Run, cells_of, printable, shown
 
 # By name: on a light and on a dark ground.
 COLOURS = {
     "ground": ("#ffffff", "#14161a"),
     "ink": ("#1d2127", "#e4e7ec"),
+    "bold": ("#1d2127", "#e4e7ec"),
     "faint": ("#6a727d", "#98a1ad"),
     "rule": ("#d4d9df", "#363c45"),
-    "fast": ("#e9ecef", "#272c33"),
     "prompt": ("#a9bdd6", "#4d6482"),
     "canonical": ("#2f6fbf", "#5b9bea"),
     "dark": ("#1d2127", "#14161a"),
@@ -31,138 +30,78 @@ COLOURS = {
     "riding": ("#9aa3ae", "#7b8592"),
     "plain": ("#c9cfd6", "#4a525d"),
 }
+# Colours of what is written, without a ground of its own; and of what is written on such a ground,
+# where it is not that of the screen's.
+WRITTEN = ("ink", "bold", "faint")
+INKS = {"draft": "dark", "prompt": "ink", "plain": "ink", "rule": "ink"}
 # What a cell is, and how the legend calls it.
 LEGEND = {
     **{name: name for name in ("prompt", "canonical", "draft", "accepted", "rejected")},
     **{"bonus": "the verifier's own", "riding": "riding along", "plain": "plain"},
 }
-# Signs in a cell, so that it is not told by its colour alone.
-SIGNS = {"accepted": "\N{CHECK MARK}", "rejected": "\N{BALLOT X}", "bonus": "\N{BULLET}"}
-NAMES, TOP, STRIP, FEW_LANES = 132.0, 62.0, 64.0, 16
-# Of a diagram: width of a stage, height of a token, where tokens begin.
-WIDE, HIGH, TOKENS = 236.0, 21.0, 250.0
+# Pixels: width of a letter, height of a row, around all. Letters of a token and of names.
+LETTER, LINE, MARGIN = 6.1, 18.0, 8.0
+TOKEN, NAMES = 2, 20
+BARS = " \N{LOWER ONE EIGHTH BLOCK}\N{LOWER ONE QUARTER BLOCK}\N{LOWER THREE EIGHTHS BLOCK}"
+BARS += "\N{LOWER HALF BLOCK}\N{LOWER FIVE EIGHTHS BLOCK}\N{LOWER THREE QUARTERS BLOCK}"
+BARS += "\N{LOWER SEVEN EIGHTHS BLOCK}\N{FULL BLOCK}"
 
 
-@dataclass
-class Drawing:
-    """SVG elements from back to front; lengths in pixels, colours by name."""
-
-    width: float
-    height: float
-    elements: list[str] = field(default_factory=list)
-
-    def add(self, tag: str, colour: str, inside: str = "", **where: float | str) -> None:
-        """An element and its attributes, ``_`` for ``-`` in their names; inside: what it holds."""
-        sized = {n: v if isinstance(v, str) else round(v, 1) for n, v in where.items()}
-        given = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in sized.items())
-        self.elements.append(f'<{tag} class="{colour}" {given}>{inside}</{tag}>')
-
-    def rect(
-        self, x: float, y: float, width: float, height: float, colour: str, title: str = ""
-    ) -> None:
-        """x, y: top left. title: said where a pointer rests."""
-        inside = f"<title>{_shielded(title)}</title>" if title else ""
-        self.add("rect", colour, inside, x=x, y=y, width=width, height=height, rx=1.5)
-
-    def text(self, x: float, y: float, text: str, colour: str = "ink", **more: float | str) -> None:
-        """x, y: the baseline."""
-        self.add("text", colour, _shielded(text), x=x, y=y, **more)
-
-    def arrow(self, x: float, y: float, end: float) -> None:
-        """To the right, from ``x`` to ``end``."""
-        self.add("path", "arrow", d=f"M{x} {y}L{end} {y}m-5 -3l5 3l-5 3")
-
-    def cell(self, x: float, y: float, side: float, name: str) -> None:
-        """A token of a kind that the legend names."""
-        self.rect(x, y, side, side, name)
-        if name in SIGNS:
-            sign, middle = SIGNS[name], x + side / 2
-            self.text(middle, y + side - 2, sign, "ground", font_size=side, text_anchor="middle")
-
-    def head(self, title: str, legend: dict[str, str]) -> None:
-        """legend: what kinds of cells are called."""
-        self.text(8, 15, title, font_size=12, font_weight="600")
-        x = 8.0
-        for name, words in legend.items():
-            self.cell(x, 24, 10, name)
-            self.text(x + 14, 33, words, "faint")
-            x += 24 + 5.6 * len(words)
-
-
-def _shielded(text: str) -> str:
-    return escape(printable(text))
-
-
-@dataclass
-class _Column:
-    """A pass in the picture."""
-
-    one: TracedPass
-    x: float
-    width: float
-
-
-def timeline(run: Run, most: int | None = None) -> Drawing:
-    """All passes, or the first that fit into ``most`` cells side by side."""
-    side = 13.0 if len(run.lanes) <= FEW_LANES else 9.0
-    columns = _columns(run.passes, side, most)
-    lanes = Run([column.one for column in columns], run.texts).lanes
-    rows = {lane: TOP + 1.4 * side * n for n, lane in enumerate(lanes)}
-    bottom = TOP + 1.4 * side * len(lanes)
-    drawing = Drawing(max(columns[-1].x + columns[-1].width + 12, 640), bottom + STRIP + 38)
-    _head(drawing, run, columns, len(lanes))
-    for lane, y in rows.items():
-        name = shown(lane_name(lane), 16)
-        drawing.text(NAMES - 8, y + side - 2, name, font_size=min(11, side), text_anchor="end")
-    for column in columns:
-        for work in column.one.works:
-            _work(drawing, column, work, rows[work.lane], side)
-            drawing.rect(column.x, rows[work.lane], column.width, side, "none", _title(run, work))
-    _strip(drawing, columns, bottom + 14)
-    return drawing
-
-
-def _columns(passes: list[TracedPass], side: float, most: int | None) -> list[_Column]:
-    columns: list[_Column] = []
-    x, used = NAMES, 0
-    for one in passes:
+def timeline(run: Run, most: int | None = None) -> list[Row]:
+    """All passes, or the first that fit into ``most`` cells side by side: the bucket of each, the
+    tokens of each completion, and what the KV cache holds after it."""
+    widths = list[int]()
+    for one in run.passes:
         wide = max([1, *(len(cells_of(work, one.record.canonical)) for work in one.works)])
-        used += wide
-        if most is not None and used > most and columns:
+        if most is not None and widths and sum(widths) + wide > most:
             break
-        columns.append(_Column(one, x, wide * side))
-        x += wide * side + 2
-    return columns
+        widths.append(wide)
+    passes = run.passes[: len(widths)]
+    lanes = Run(passes, run.texts).lanes
+    of = "" if len(passes) == len(run.passes) else f" (the first of {len(run.passes)})"
+    tokens = sum(one.record.committed for one in passes)
+    told = f"{len(lanes)} completions, {len(passes)} passes{of}, {tokens} tokens"
+    legend = [(Cell(_sign(name), name), Cell(f" {LEGEND[name]}  ", "faint")) for name in LEGEND]
+    head = [Cell(" " * NAMES)]
+    rows = {lane: [Cell(f"{shown(lane_name(lane), NAMES - 2):>{NAMES - 1}} ")] for lane in lanes}
+    for one, wide in zip(passes, widths, strict=True):
+        head += [_head(one, wide), Cell(" ")]
+        works = {work.lane: work for work in one.works}
+        for lane, row in rows.items():
+            row += _tokens(run, one, works[lane], wide) if lane in works else [_blank(wide)]
+            row.append(Cell(" "))
+    legends = [cell for pair in legend for cell in pair]
+    return [[Cell(told, "bold")], legends, head, *rows.values(), *_strip(passes, widths)]
 
 
-def _head(drawing: Drawing, run: Run, columns: list[_Column], lanes: int) -> None:
-    """What is shown, the legend, and of each pass its bucket and whether it is canonical."""
-    of = "" if len(columns) == len(run.passes) else f" (the first of {len(run.passes)})"
-    tokens = sum(column.one.record.committed for column in columns)
-    told = f"{lanes} completions, {len(columns)} passes{of}, {tokens} tokens"
-    drawing.head(told, LEGEND)
-    for column in columns:
-        record, x = column.one.record, column.x
-        kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "rule")
-        rows = ", ".join(f"{count} {name}" for name, count in record.rows.items() if count)
-        title = f"pass {record.number}: {kind}, bucket {record.bucket} {record.way}; rows: {rows}; "
-        title += f"{record.committed} committed; {1e3 * record.seconds:.2f} ms"
-        if record.canonical:
-            drawing.rect(x - 1, TOP - 3, column.width + 2, drawing.height - TOP - STRIP, "fast")
-        drawing.rect(x, TOP - 19, column.width, 13, colour, title)
-        if column.width >= 24:
-            ink = "ground" if record.canonical else "ink"
-            drawing.text(x + 2, TOP - 9, str(record.bucket), ink, font_size=9)
+def _sign(name: str) -> str:
+    """Of a token, so that it is not told by its colour alone."""
+    return SIGNS.get(name, "").ljust(TOKEN)
 
 
-def _work(drawing: Drawing, column: _Column, work: TracedWork, y: float, side: float) -> None:
-    cells, x = cells_of(work, column.one.record.canonical), column.x
-    if work.kind == PROMPT:  # the column's whole width, but for the token that it yields
-        width = column.width - side * (len(cells) - 1)
-        drawing.rect(x, y, width - 1, side - 1, PROMPT)
-        x, cells = x + width, cells[1:]
-    for n, name in enumerate(cells):
-        drawing.cell(x + n * side, y, side - 1, name)
+def _blank(tokens: int) -> Cell:
+    return Cell(" " * TOKEN * tokens)
+
+
+def _head(one: TracedPass, wide: int) -> Cell:
+    """The bucket of a pass, and whether it is canonical."""
+    record = one.record
+    kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "rule")
+    rows = ", ".join(f"{count} {name}" for name, count in record.rows.items() if count)
+    told = f"pass {record.number}: {kind}, bucket {record.bucket} {record.way}; rows: {rows}; "
+    told += f"{record.committed} committed; {1e3 * record.seconds:.2f} ms"
+    bucket = str(record.bucket) if len(str(record.bucket)) <= TOKEN * wide else ""
+    return Cell(bucket.ljust(TOKEN * wide), colour, told)
+
+
+def _tokens(run: Run, one: TracedPass, work: TracedWork, wide: int) -> Row:
+    """What a completion has in a pass; its prompt takes the width that its tokens leave."""
+    cells = [Cell(_sign(n), n, _title(run, work)) for n in cells_of(work, one.record.canonical)]
+    left = _blank(wide - len(cells))
+    if work.kind == PROMPT:
+        cells[0].text += left.text
+        return cells
+    return [*cells, left]
 
 
 def _title(run: Run, work: TracedWork) -> str:
@@ -173,107 +112,59 @@ def _title(run: Run, work: TracedWork) -> str:
     return "; ".join(parts + ([f"ended: {work.end}"] if work.end else []))
 
 
-def _strip(drawing: Drawing, columns: list[_Column], y: float) -> None:
-    """KV tokens of all completions after each pass: canonical, of drafts, of plain requests."""
+def _strip(passes: list[TracedPass], widths: list[int]) -> list[Row]:
+    """KV tokens of all completions after each pass: of deterministic requests, of drafts, of plain
+    requests."""
     held: dict[Lane, tuple[int, int, int]] = {}
     after = []
-    for column in columns:
-        for work in column.one.works:
+    for one in passes:
+        for work in one.works:
             kept = (work.kv, work.kv_drafts, 0) if work.deterministic else (0, 0, work.kv)
             held[work.lane] = kept
-        after.append([sum(values) for values in zip(*held.values(), strict=True)])
-    most = max(map(sum, after), default=0) or 1
-    for column, values in zip(columns, after, strict=True):
-        base = y + STRIP
-        for value, colour in zip(values, ("canonical", "draft", "plain"), strict=False):
-            base -= STRIP * value / most
-            if value:
-                drawing.rect(column.x - 1, base, column.width + 2, STRIP * value / most, colour)
-    drawing.text(NAMES - 8, y + STRIP, f"KV, at most {most}", "faint", text_anchor="end")
-    told = "KV cache: tokens of deterministic requests (blue), drafts (yellow), plain ones (grey)"
-    drawing.text(NAMES, y + STRIP + 16, told, "faint")
+        after.append([sum(values) for values in zip((0, 0, 0), *held.values(), strict=True)])
+    most = max(map(max, after)) or 1
+    names = ("KV, canonical", "KV, drafts", "KV, plain")
+    rows = [[Cell(f"{name:>{NAMES - 1}} ", "faint")] for name in names]
+    for values, wide in zip(after, widths, strict=True):
+        for row, value in zip(rows, values, strict=True):
+            bar = BARS[-(-value * 8 // most)]
+            row += [Cell(bar * TOKEN * wide, "faint"), Cell(" ")]
+    return [*rows, [Cell(f"{'':{NAMES}}KV cache: at most {most} tokens", "faint")]]
 
 
-def picture(diagram: Diagram) -> Drawing:
-    """Stages side by side: what enters, the KV cache as a cylinder, tokens below one another."""
-    columns = max(len(diagram.panels), 3)
-    notes = textwrap.wrap(diagram.note, 39 * columns)
-    tall = max(len(panel.cells) for panel in diagram.panels) * HIGH
-    drawing = Drawing(columns * WIDE + 16, TOKENS + tall + 30 + 15 * len(notes))
-    drawing.head(diagram.title, {cell.colour: cell.text for cell in diagram.legend})
-    most = max(sum(part.count for part in panel.kv) for panel in diagram.panels) or 1
-    for n, panel in enumerate(diagram.panels):
-        x = 8 + n * WIDE
-        drawing.rect(x, 44, WIDE - 12, TOKENS + tall - 38, "fast")
-        drawing.text(x + 10, TOP, panel.name, font_size=13, font_weight="600")
-        for line, words in enumerate(panel.enters):
-            drawing.arrow(x - 8, TOP + 15 + 16 * line, x + 14)
-            drawing.text(x + 19, TOP + 19 + 16 * line, words)
-        for line, words in enumerate(textwrap.wrap(panel.cache, 36)):
-            drawing.text(x + 10, TOP + 56 + 13 * line, words, "faint")
-        _cylinder(drawing, panel.kv, x + 10, TOP + 82, most)
-        _tokens(drawing, panel, x + 10)
-    for line, words in enumerate(notes):
-        drawing.text(8, TOKENS + tall + 24 + 15 * line, words)
-    return drawing
-
-
-def _cylinder(drawing: Drawing, parts: list[Cell], x: float, y: float, most: int) -> None:
-    """Its parts from the top, each as high as it holds tokens, ``most`` in the whole height."""
-    wide, lid = 56.0, 6.0
-    for n, part in enumerate(parts):
-        high = max(13.0, 66 * part.count / most)
-        top = f"a{wide / 2} {lid} 0 0 {int(n == 0)} {wide} 0"
-        down = f"v{high:.1f}a{wide / 2} {lid} 0 0 1 {-wide} 0z"
-        drawing.add("path", part.colour, d=f"M{x} {y:.1f}{top}{down}")
-        drawing.text(x + wide + 8, y + high / 2 + 6, part.text)
-        y += high
-
-
-def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
-    """Tokens, and what the model makes of them: each output enters it again in the next row."""
-    wide = 86.0 if panel.model else WIDE - 34
-    first, out = len(panel.cells) - len(panel.outputs), x + 122
-    for n, cell in enumerate(panel.cells):
-        _token(drawing, cell, x, TOKENS + n * HIGH, wide)
-    if panel.model:
-        high = len(panel.cells) * HIGH - 3
-        drawing.rect(x + 94, TOKENS, 20, high, "draft")
-        end, size = TOKENS + high, min(10, high / 9)
-        rotation = f"rotate(-90 {x + 107} {end})"
-        drawing.text(x + 113, end, panel.model, "dark", font_size=size, transform=rotation)
-    for n, cell in enumerate(panel.outputs, first):
-        y = TOKENS + n * HIGH + 9
-        drawing.arrow(x + 87, y, x + 93)
-        drawing.arrow(x + 115, y, x + 121)
-        _token(drawing, cell, out, y - 9, wide)
-
-
-def _token(drawing: Drawing, cell: Cell, x: float, y: float, wide: float) -> None:
-    drawing.rect(x, y, wide, HIGH - 3, cell.colour)
-    ink = {"draft": "dark", "prompt": "ink", "plain": "ink"}.get(cell.colour, "ground")
-    drawing.text(x + 5, y + 13, cell.text, ink)
-    drawing.text(x + wide - 5, y + 13, SIGNS.get(cell.colour, ""), ink, text_anchor="end")
-
-
-def svg(drawings: list[Drawing]) -> str:
+def svg(drawings: list[list[Row]]) -> str:
     """Drawings below one another, as a file."""
-    y, parts = 0.0, []
-    for drawing in drawings:
-        parts += [f'<g transform="translate(0 {y:.0f})">', *drawing.elements, "</g>"]
-        y += drawing.height
-    size = f'width="{max(d.width for d in drawings):.0f}" height="{y:.0f}"'
-    style = "text{font-family:system-ui,'DejaVu Sans',sans-serif;white-space:pre}"
+    rows = [row for drawing in drawings for row in (*drawing, [])]
+    parts, right = [], 0.0
+    for number, row in enumerate(rows):
+        x, y = MARGIN, MARGIN + number * LINE
+        for cell in row:
+            text, wide, ink = cell.text, LETTER * len(cell.text), cell.colour or "ink"
+            if ink not in WRITTEN:
+                where = f'x="{x:.1f}" y="{y:.0f}" width="{wide - 1:.1f}" height="{LINE - 3:.0f}"'
+                inside = f"<title>{_shielded(cell.title)}</title>" if cell.title else ""
+                parts.append(f'<rect class="{ink}" {where} rx="1.5">{inside}</rect>')
+                text, ink = text.replace(FULL, " "), INKS.get(ink, "ground")
+            if text.strip():
+                where = f'x="{x:.1f}" y="{y + LINE - 7:.0f}"'
+                parts.append(f'<text class="{ink}" {where}>{_shielded(text.rstrip())}</text>')
+            x += wide
+        right = max(right, x)
+    size = f'width="{right + MARGIN:.0f}" height="{len(rows) * LINE:.0f}"'
+    style = "text{font:10px monospace;white-space:pre;pointer-events:none}"
+    style += "text.bold{font-weight:600}"
     for column, media in enumerate(("{}", "@media(prefers-color-scheme:dark){{{}}}")):
         fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
-        arrow = f".arrow{{fill:none;stroke:{COLOURS['faint'][column]};stroke-width:1.3}}"
-        style += media.format("".join(fills) + arrow)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" font-size="10" {size}><style>{style}'
-    head += f'.none{{fill:transparent}}</style><rect class="ground" {size}/>'
-    return "".join((head, *parts, "</svg>"))
+        style += media.format("".join(fills))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+    return "".join((head, f'<rect class="ground" {size}/>', *parts, "</svg>"))
 
 
-def html(drawings: list[Drawing], title: str) -> str:
+def _shielded(text: str) -> str:
+    return escape(printable(text))
+
+
+def html(drawings: list[list[Row]], title: str) -> str:
     """A page of drawings, which scrolls."""
     title = _shielded(title)
     return f"""\

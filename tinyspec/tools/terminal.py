@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from tinyspec.tools.trace import Cell, Diagram
+from typing import TextIO
 
 CODES = {
     "bold": "1",
@@ -49,33 +47,77 @@ def table(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> list
     return lines
 
 
+@dataclass
+class Cell:
+    """Text in or on a colour: a token by its name, a part of the KV cache, or words around them.
+    colour: one of ``drawing.COLOURS``, or "". title: said where a pointer rests."""
+
+    text: str
+    colour: str = ""
+    title: str = ""
+
+
+Row = list[Cell]
+
+
+@dataclass
+class Panel:
+    """One stage. enters: what arrows bring into it. cache: what the KV cache after it is called,
+    and kv its parts. model: what the cells pass through to yield outputs, the last output from the
+    last cell; "" where that is not drawn."""
+
+    name: str
+    enters: list[str]
+    cells: list[Cell]
+    cache: str = ""
+    kv: list[Cell] = field(default_factory=list)
+    model: str = ""
+    outputs: list[Cell] = field(default_factory=list)
+
+
+@dataclass
+class Diagram:
+    """Stages from left to right. legend: what colours mean."""
+
+    title: str
+    panels: list[Panel]
+    legend: list[Cell]
+    note: str
+
+
 def lines(diagram: Diagram, file: TextIO, width: int = 100) -> list[str]:
     """A diagram in characters, a stage below the other, in lines of at most ``width``."""
-    found = _filled([(diagram.title, "bold"), *_marked(diagram.legend)], width, file)
+    rows = laid_out(diagram, width)
+    return ["".join(styled(file, cell.colour, cell.text) for cell in row).rstrip() for row in rows]
+
+
+def laid_out(diagram: Diagram, width: int = 100) -> list[Row]:
+    """The rows of a diagram, with signs before its cells and blanks between them."""
     indent = max(len(panel.name) for panel in diagram.panels) + 2
+    found = _filled([Cell(diagram.title, "bold"), *_marked(diagram.legend)], width)
     for panel in diagram.panels:
-        enters = [(f"{words} {ARROW}", "") for words in panel.enters]
-        model = [(f"{ARROW} {panel.model} {ARROW}", "")] if panel.model else []
+        enters = [Cell(f"{words} {ARROW}") for words in panel.enters]
+        model = [Cell(f"{ARROW} {panel.model} {ARROW}")] if panel.model else []
         parts = [*enters, *_marked(panel.cells), *model, *_marked(panel.outputs)]
-        told = _filled(parts, width - indent, file)
+        told = _filled(parts, width - indent)
         if panel.kv:
-            told += _filled([(f"{panel.cache}:", ""), *_marked(panel.kv)], width - indent, file)
-        for name, line in zip_longest([panel.name], told, fillvalue=""):
-            found.append(name.ljust(indent) + line)
-    return found + textwrap.wrap(diagram.note, width)
+            told += _filled([Cell(f"{panel.cache}:"), *_marked(panel.kv)], width - indent)
+        for name, row in zip_longest([panel.name], told, fillvalue=""):
+            found.append([Cell(name.ljust(indent)), *row])
+    return found + [[Cell(line)] for line in textwrap.wrap(diagram.note, width)]
 
 
-def _filled(parts: Sequence[tuple[str, str]], width: int, file: TextIO) -> list[str]:
-    """Texts with their colours side by side, in as many lines as they need."""
-    found, room = [""], width
-    for text, colour in parts:
-        if found[-1] and len(text) > room:
-            found, room = [*found, ""], width
-        found[-1] += styled(file, colour, text) + "  "
-        room -= len(text) + 2
-    return [line.rstrip() for line in found]
+def _filled(cells: list[Cell], width: int) -> list[Row]:
+    """Cells side by side, in as many rows as they need."""
+    found, room = [list[Cell]()], width
+    for cell in cells:
+        if found[-1] and len(cell.text) > room:
+            found, room = [*found, []], width
+        found[-1] += [cell, Cell("  ")]
+        room -= len(cell.text) + 2
+    return found
 
 
-def _marked(cells: list[Cell]) -> list[tuple[str, str]]:
-    """Texts behind their signs, with their colours."""
-    return [(f"{SIGNS.get(cell.colour, FULL)} {cell.text}", cell.colour) for cell in cells]
+def _marked(cells: list[Cell]) -> Row:
+    """Texts behind their signs."""
+    return [Cell(f"{SIGNS.get(cell.colour, FULL)} {cell.text}", cell.colour) for cell in cells]

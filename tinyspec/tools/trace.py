@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tinyspec.engine.trace import (
     lane_name,
 )
 from tinyspec.scheduler.passes import PassRecord
+from tinyspec.tools.terminal import Cell, Diagram, Panel
 
 # A pass and what one completion has in it.
 Part = tuple[TracedPass, TracedWork]
@@ -112,41 +113,6 @@ def cells_of(work: TracedWork, canonical_pass: bool) -> list[str]:
     return [PROMPT, *tokens] if work.kind == PROMPT else tokens
 
 
-@dataclass
-class Cell:
-    """A token by its name and text, or a part of the KV cache of ``count`` tokens. colour: one of
-    ``drawing.COLOURS``."""
-
-    text: str
-    colour: str
-    count: int = 0
-
-
-@dataclass
-class Panel:
-    """One stage. enters: what arrows bring into it. cache: what the KV cache after it is called,
-    and kv its parts. model: what the cells pass through to yield outputs, the last output from the
-    last cell; "" where that is not drawn."""
-
-    name: str
-    enters: list[str]
-    cells: list[Cell]
-    cache: str = ""
-    kv: list[Cell] = field(default_factory=list)
-    model: str = ""
-    outputs: list[Cell] = field(default_factory=list)
-
-
-@dataclass
-class Diagram:
-    """Stages from left to right. legend: what colours mean."""
-
-    title: str
-    panels: list[Panel]
-    legend: list[Cell]
-    note: str
-
-
 def diagrams(run: Run) -> list[Diagram]:
     """A verify with a rollback and one without, where there are; else, of a single completion, how
     it was prefilled and decoded."""
@@ -188,7 +154,7 @@ def _kv(**counts: int) -> list[Cell]:
     """Parts of the KV cache by colour."""
     words = {"prompt": "prompt", "canonical": "verified before", "draft": "drafts"}
     words |= {"accepted": "verified now", "plain": "output"}
-    return [Cell(f"{n} {words[name]}", name, n) for name, n in counts.items() if n > 0]
+    return [Cell(f"{n} {words[name]}", name) for name, n in counts.items() if n > 0]
 
 
 def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Diagram:
