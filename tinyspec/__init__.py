@@ -4,6 +4,7 @@ Names are imported when they are first used (PEP 562): the command line, setting
 neither torch nor transformers.
 """
 
+# ruff: noqa: F401  others import these names from here
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ else:
         "tools.doctor": ("DoctorReport", "doctor"),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
+    __all__ = sorted(_HOME)
 
     def __getattr__(name):
         if name not in _HOME:
@@ -46,28 +48,3 @@ else:
 
     def __dir__():
         return sorted({*globals(), *__all__})
-
-
-__all__ = [
-    "AsyncEngine",
-    "AuditReport",
-    "Completion",
-    "DeterminismError",
-    "DoctorReport",
-    "Drafter",
-    "Engine",
-    "EngineConfig",
-    "QueueFull",
-    "RequestOutput",
-    "SamplingParams",
-    "StreamEvent",
-    "TinyspecError",
-    "UnsupportedModelError",
-    "audit",
-    "canonical",
-    "doctor",
-    "generate",
-    "patch",
-    "token_logprobs",
-    "unpatch",
-]

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyspec.errors import refuse, refuse_other_names
-from tinyspec.scalars import plain
+from tinyspec.errors import refuse
+from tinyspec.scalars import SWITCH, Allowed, Settings, integers, is_int, numbers, one_of
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
@@ -19,22 +19,29 @@ MAX_PAGE_SIZE = 1024
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
 
-
-# The least that an integer field may be, and the values of fields that have a few.
-LEAST = {
-    **{"reference_rows": 4, "max_rows": 4, "max_sequences": 1, "max_model_len": 2},
-    **{"page_size": 1, "num_pages": 1, "draft_window": 1, "trace": 1},
-    **{"seed": 0, "thinking_window": 1},
-}
-ONE_OF: dict[str, tuple[object, ...]] = {
-    **{"verify": VERIFY, "backend": BACKENDS, "kv_dtype": KV_DTYPES, "linear": LINEAR},
-    **dict.fromkeys(("prefix_cache", "verify_weights"), (False, True)),
-    **dict.fromkeys(("overlap", "cuda_graphs"), (None, False, True)),
+_ALLOWED = {
+    **dict.fromkeys(("reference_rows", "max_rows"), integers(4)),
+    **dict.fromkeys(("max_sequences", "num_pages", "draft_window", "thinking_window"), integers(1)),
+    **{"max_model_len": integers(2), "seed": integers(0)},
+    **dict.fromkeys(("prefix_cache", "verify_weights", "overlap", "cuda_graphs"), SWITCH),
+    **{"verify": one_of(VERIFY), "backend": one_of(BACKENDS)},
+    **{"kv_dtype": one_of(KV_DTYPES), "linear": one_of(LINEAR)},
+    "trace": Allowed(
+        "True, False or an integer of at least 1", lambda x: isinstance(x, int) and x >= 0
+    ),
+    "page_size": Allowed(
+        f"a power of two up to {MAX_PAGE_SIZE}",
+        lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
+    ),
+    "memory_fraction": numbers("a number in (0, 1]", lambda x: 0 < x <= 1),
+    "drafter": Allowed(
+        'None, "ngram", a model or a Drafter', lambda x: not isinstance(x, str) or x == "ngram"
+    ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """Settings of an engine. None: the default of the device kind, or what the model allows.
 
     reference_rows: row count of the reference bucket (CPU 32, GPU 128).
@@ -94,41 +101,12 @@ class EngineConfig:
     overlap: bool | None = None
     thinking_window: int | None = 8
 
-    def __new__(cls, **given: Any) -> EngineConfig:
-        refuse_other_names(given)
-        return super().__new__(cls)
+    ALLOWED = _ALLOWED
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "drafter" and (own := plain(value)) is not value:
-                object.__setattr__(self, field.name, own)
-
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is None and name not in ("max_sequences", "trace"):
-                continue
-            if name == "trace" and isinstance(value, bool):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise refuse(name, value, f"an integer of at least {least}")
-        for name, allowed in ONE_OF.items():
-            value = getattr(self, name)
-            # Booleans by identity: 1 == True.
-            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-                raise refuse(name, value, f"one of {allowed}")
-        if self.seed is not None and self.seed >= 2**63:
-            raise refuse("seed", self.seed, "None or an integer in [0, 2**63)")
-        size, share = self.page_size, self.memory_fraction
-        if size is not None and (size & (size - 1) or size > MAX_PAGE_SIZE):
-            raise refuse("page_size", size, f"a power of two up to {MAX_PAGE_SIZE}")
-        if share is not None:
-            if not (isinstance(share, (int, float)) and 0 < share <= 1):
-                raise refuse("memory_fraction", share, "a number in (0, 1]")
-            if self.num_pages is not None:
-                raise refuse("memory_fraction", share, "None with num_pages")
-        if isinstance(self.drafter, str) and self.drafter != "ngram":
-            raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
+        super().__post_init__()
+        if self.memory_fraction is not None and self.num_pages is not None:
+            raise refuse("memory_fraction", self.memory_fraction, "None with num_pages")
 
     def backend_on(self, device_type: str) -> str:
         """The kernels that run on such a device."""

@@ -15,11 +15,11 @@ class _Guard:
     """Replaces SIGINT's handler, and remembers whether the signal came."""
 
     def __init__(self) -> None:
-        self._came = False
+        self.came = False
         self._previous: Any = None
 
     def _remember(self, number: int, frame: object) -> None:
-        self._came = True
+        self.came = True
 
     def begin(self) -> None:
         self._previous = signal.signal(signal.SIGINT, self._remember)
@@ -27,17 +27,9 @@ class _Guard:
     def end(self) -> None:
         """Restore the previous handler and pass on the signal, if it came."""
         signal.signal(signal.SIGINT, self._previous)
-        if self._came:
-            self._came = False
+        if self.came:
+            self.came = False
             signal.raise_signal(signal.SIGINT)
-
-    def flush(self) -> None:
-        """Pass the signal on, if it came, and go on holding it back."""
-        if self._came:
-            try:
-                self.end()
-            finally:
-                self.begin()
 
 
 _guards: list[_Guard] = []  # at most one
@@ -68,8 +60,9 @@ def between_steps() -> Iterator[None]:
 
 def flush() -> None:
     """Within ``between_steps``: a signal that came takes effect now."""
-    if _guards and in_main_thread():
-        _guards[0].flush()
+    if _guards and _guards[0].came and in_main_thread():
+        with at_once():
+            pass
 
 
 @contextmanager

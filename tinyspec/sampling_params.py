@@ -7,36 +7,54 @@ for stop strings) is checked when the request is added.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
-from tinyspec.errors import named, refuse, refuse_other_names
-from tinyspec.scalars import plain, plain_list
+from tinyspec.errors import named, refuse
+from tinyspec.scalars import (
+    SWITCH,
+    Settings,
+    integers,
+    is_finite,
+    is_int,
+    numbers,
+    one_of,
+    plain,
+    plain_list,
+)
 
 LOGPROBS_MODES = ("processed", "raw")
 # What a text must look like, in one of several forms.
 STRUCTURES = ("json_schema", "regex", "grammar")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold; an integer may be too large for one."""
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return real and abs(value) <= sys.float_info.max
+_SWITCHES = ("deterministic", "ignore_eos", "prompt_logprobs", "thinking", "include_stop_str")
+_SHARE = numbers("a number in [0, 1]", lambda x: 0 <= x <= 1)
+_ALLOWED = {
+    **{"max_new_tokens": integers(1), "min_new_tokens": integers(0)},
+    "temperature": numbers(
+        "0 (greedy) or a finite number of at least 1e-6", lambda x: x == 0 or x >= 1e-6
+    ),
+    **{"top_k": integers(0, " (0 and None: off)"), "top_p": _SHARE, "min_p": _SHARE},
+    "repetition_penalty": numbers("a finite number above 0", lambda x: x > 0),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty"), numbers("a finite number", lambda _: True)
+    ),
+    **{"seed": integers(0, bits=64), "num_return_sequences": integers(1)},
+    **dict.fromkeys(_SWITCHES, SWITCH),
+    "logprobs": SWITCH._replace(words=f"{SWITCH.words}; top_logprobs takes a number"),
+    **{"top_logprobs": integers(0), "logprobs_mode": one_of(LOGPROBS_MODES)},
+}
 
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     """One id or several, as a tuple."""
     several = isinstance(value, Iterable)
-    ids = (value,) if _is_int(value) else tuple(plain_list(value)) if several else (None,)
-    if not all(_is_int(i) and i >= 0 for i in ids):
+    ids = (value,) if is_int(value) else tuple(plain_list(value)) if several else (None,)
+    if not all(is_int(i) and i >= 0 for i in ids):
         raise refuse(field, value, "token ids, integers of at least 0")
     return ids
 
@@ -45,7 +63,7 @@ def _words(field: str, value: Any) -> tuple[tuple[int, ...], ...]:
     """Token ids of each of several words."""
     words = value if isinstance(value, Iterable) else [None]
     ids = [tuple(plain_list(word)) if isinstance(word, Iterable) else () for word in words]
-    if not all(word and all(_is_int(i) and i >= 0 for i in word) for word in ids):
+    if not all(word and all(is_int(i) and i >= 0 for i in word) for word in ids):
         raise refuse(field, value, "lists of one token id or more each, integers of at least 0")
     return tuple(ids)
 
@@ -57,14 +75,14 @@ def _biases(field: str, value: Any) -> dict[int, float]:
         token, bias = plain(token), plain(bias)
         if isinstance(token, str) and token.isdecimal():
             token = int(token)
-        if not (_is_int(token) and token >= 0 and _is_finite(bias)):
+        if not (is_int(token) and token >= 0 and is_finite(bias)):
             raise refuse(field, value, "finite numbers by token ids, integers of at least 0")
         found[token] = bias
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Settings):
     """How one request is sampled. Names follow transformers' ``GenerationConfig`` where it has one.
 
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
@@ -149,61 +167,15 @@ class SamplingParams:
     thinking: bool = False
     include_stop_str: bool = True
 
-    def __new__(cls, **given: Any) -> SamplingParams:
-        refuse_other_names(given)
-        return super().__new__(cls)
+    ALLOWED = _ALLOWED
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if (own := plain(value)) is not value:
-                self._set(field.name, own)
-        self._check_numbers()
-        self._check_choices()
-        self._check_lists()
-        self._check_structure()
-
-    def _check_numbers(self) -> None:
-        def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
-            value = getattr(self, field)
-            if not (_is_finite(value) and ok(value)):
-                raise refuse(field, value, allowed)
-
-        def integer(field: str, least: int, more: str = "") -> None:
-            value = getattr(self, field)
-            if not _is_int(value) or not least <= value < 2**63:
-                raise refuse(field, value, f"an integer of at least {least}, below 2**63{more}")
-
-        if self.max_new_tokens is not None:
-            integer("max_new_tokens", 1)
-        integer("min_new_tokens", 0)
+        super().__post_init__()
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens={self.max_new_tokens}"
             raise refuse("min_new_tokens", self.min_new_tokens, allowed)
-        allowed = "0 (greedy) or a finite number of at least 1e-6"
-        number("temperature", allowed, lambda x: x == 0 or x >= 1e-6)
-        number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
-        for field in ("frequency_penalty", "presence_penalty"):
-            number(field, "a finite number", lambda _: True)
-        if self.top_k is not None:
-            integer("top_k", 0, " (0 and None: off)")
-        if self.top_p is not None:
-            number("top_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        if self.min_p is not None:
-            number("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
-            raise refuse("seed", self.seed, "None or an integer in [0, 2**64)")
-        integer("num_return_sequences", 1)
-        integer("top_logprobs", 0)
-
-    def _check_choices(self) -> None:
-        switches = ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking")
-        for field in (*switches, "include_stop_str"):
-            if not isinstance(getattr(self, field), bool):
-                also = "; top_logprobs takes a number" if field == "logprobs" else ""
-                raise refuse(field, getattr(self, field), f"True or False{also}")
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise refuse("logprobs_mode", self.logprobs_mode, f"one of {LOGPROBS_MODES}")
+        self._check_lists()
+        self._check_structure()
 
     def _check_lists(self) -> None:
         """Checks what may be one value or several, and makes tuples of it."""
@@ -240,9 +212,6 @@ class SamplingParams:
                 raise refuse(field, getattr(self, field), "a str")
         if len(given) > 1:
             raise refuse(given[1], getattr(self, given[1]), f"left out beside {given[0]}")
-
-    def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
 
     @property
     def most_new_tokens(self) -> int:

@@ -26,7 +26,7 @@ from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
 from tinyspec.model.wrappers import Method, autocast_of, unwrap
-from tinyspec.runner.differentiable import DifferentiablePasses, passes
+from tinyspec.runner.differentiable import passes, run_passes
 
 # Of what is called: a block that has the engine for a call of it now.
 EngineOf = Callable[[Any], AbstractContextManager[Engine]]
@@ -184,24 +184,21 @@ class PatchedForward(Method):
 def forward(
     engine: Engine,
     sequences: Sequence[Sequence[int]],
-    wanted: Sequence[Sequence[int]],
+    wanted: list[int],
     layers: Sequence[nn.Module] = (),
 ) -> tuple[Tensor, Any]:
-    """Logits [N, V] at the places ``wanted`` of each of the ``sequences`` of token ids, and the
-    output of the model in the last pass. With gradients where the caller records them, also when
-    the engine is closed by then; what ``layers`` of ``engine.served`` keep for that is computed
-    again. Raises as ``Engine.generate``."""
+    """As ``run_passes``, of an engine. With gradients where the caller records them, also when the
+    engine is closed by then. Raises as ``Engine.generate``."""
     with engine.lock("forward"):
         engine.check_model()
         with engine.lock.step():
             engine.contract.ensure()
             if engine.config.verify != "always":
-                planned = passes(list(map(len, sequences)), engine.runner.buckets.sizes)
-                engine.contract.prove_more({bucket for bucket, _ in planned})
+                planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
+                engine.contract.prove_more({bucket for bucket, *_ in planned})
         exclusive = partial(_exclusive, engine)
         with exclusive():
-            runs = DifferentiablePasses(engine.runner, sequences, exclusive, layers)
-            return runs.run(wanted)
+            return run_passes(engine.runner, sequences, wanted, exclusive, layers)
 
 
 @contextmanager
@@ -263,17 +260,14 @@ class Rows:
             raise refuse("a sequence's length", length, f"at most {longest} tokens")
         return cls([part.tolist() for part in parts], there)
 
-    def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
-        """For ``logits_to_keep``: of each row and kept column [B, K], which one of the logits that
-        are computed is its own (of padding the one behind the last), and of which places of each
-        sequence these are."""
+    def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[int]]:
+        """For ``logits_to_keep``: which rows of all sequences give logits, and of each row and kept
+        column [B, K] which of these are its own (of padding those behind the last)."""
         every = columns = np.arange(self.there.shape[1])
         columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
         asked = self.there & np.isin(every, columns)
         number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, asked.sum())
-        ends = np.cumsum(list(map(len, self.sequences)))
-        parts = np.split(asked[self.there], ends[:-1])
-        return number[:, columns], [np.flatnonzero(part).tolist() for part in parts]
+        return number[:, columns], np.flatnonzero(asked[self.there]).tolist()
 
 
 def _numbers(given: dict[str, Any], name: str, *shapes: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -10,33 +10,15 @@ it reduces integer minima only. Method: LLM-42, arXiv 2601.17768.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
+from tinyspec.kernels.jit import kernel
 from tinyspec.kernels.twins.sample import AcceptResult
 
 
-@triton.jit(
-    do_not_specialize=["width", "num_stops", "page_size", "stride_d", "stride_t", "stride_s"],
-    do_not_specialize_on_alignment=[
-        "draft_ptr",
-        "target_ptr",
-        "num_rows_ptr",
-        "draft_len_ptr",
-        "start_ptr",
-        "remaining_ptr",
-        "stop_ptr",
-        "pages_held_ptr",
-        # Rows of one tensor.
-        "committed_ptr",
-        "accepted_ptr",
-        "drafts_left_ptr",
-        "to_free_ptr",
-        "stopped_ptr",
-    ],
-)
+@kernel(unaligned=None)
 def accept_kernel(
     draft_ptr,  # [S, W] int64
     target_ptr,  # [S, W] int64

@@ -31,6 +31,7 @@ import math
 import triton
 import triton.language as tl
 
+from tinyspec.kernels.jit import kernel
 from tinyspec.kernels.kv_write import decode, not_numbers
 
 LOG2E = math.log2(math.e)
@@ -97,22 +98,7 @@ def rows_and_heads(m, log_heads, head_block, tile_size, group):
     return row, head, (row < tile_size) & (head < group)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "kv_heads",
-        "group",
-        "heads",
-        "page_size",
-        "window",
-        "chunk",
-        "stride_qr",
-        "stride_qh",
-        "stride_table",
-        "score_scale",
-        "cap",
-    ],
-    do_not_specialize_on_alignment=POINTERS,
-)
+@kernel(POINTERS)
 def attention_kernel(
     q_ptr,  # [R, Hq, D]
     k_ptr,  # [N * page_size, Hkv, D]
@@ -277,10 +263,7 @@ def attention_kernel(
         split = tl.where(split == splits, 0, split)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_segments", "kv_heads", "group", "group_shift", "heads"],
-    do_not_specialize_on_alignment=POINTERS,
-)
+@kernel(POINTERS)
 def merge_kernel(
     part_acc_ptr,  # [entries, D_PAD] fp32
     part_highest_ptr,  # [entries] fp32

@@ -35,12 +35,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
+from tinyspec.kernels.jit import kernel
 from tinyspec.kernels.twins.layers import ACTIVATIONS
 
 SILU, GELU = tl.constexpr(0), tl.constexpr(1)
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_residual", "eps"])
+@kernel()
 def add_rms_norm_kernel(
     x_ptr,  # [R, SIZE]
     residual_ptr,  # [R, SIZE]
@@ -129,7 +130,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
     return x / (1.0 + tl.exp(-2.0 * u))
 
 
-@triton.jit(do_not_specialize=["size_units", "stride_gate", "stride_up"])
+@kernel()
 def gated_kernel(
     gate_ptr,  # [R, I]
     up_ptr,  # [R, I]
@@ -185,10 +186,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "k_units", "n_units", "num_bias", "stride_x", "stride_w"],
-    do_not_specialize_on_alignment=["bias_ptr"],
-)
+@kernel(["bias_ptr"])
 def linear_kernel(
     x_ptr,  # [R, K]
     weight_ptr,  # [N, K], or [K, N] if TRANSPOSED

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
+from tinyspec.kernels.jit import kernel
 
 # Between the exponents of fp32 and of e4m3.
 EXPONENTS = tl.constexpr(2.0**120)
@@ -143,28 +144,7 @@ def _norm_rotate(
         tl.store(out_row + rest[None, :], stored(x3.to(DTYPE), STORED), mask=copy_mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_heads",
-        "kv_heads",
-        "stride_qr",
-        "stride_qh",
-        "stride_kr",
-        "stride_kh",
-        "stride_vr",
-        "stride_vh",
-        "stride_cos",
-        "stride_sin",
-        "eps",
-    ],
-    do_not_specialize_on_alignment=[
-        "cos_ptr",
-        "sin_ptr",
-        "q_weight_ptr",
-        "k_weight_ptr",
-        "slot_ptr",
-    ],
-)
+@kernel(["cos_ptr", "sin_ptr", "q_weight_ptr", "k_weight_ptr", "slot_ptr"])
 def kv_write_kernel(
     q_ptr,  # [R, Hq, D]
     k_ptr,  # [R, Hkv, D]

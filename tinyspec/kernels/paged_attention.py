@@ -35,6 +35,7 @@ from tinyspec.kernels.attention_kernel import (
     merge_kernel,
 )
 from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.jit import kernel
 
 # A window or chunk that masks nothing.
 UNBOUNDED = 2**31 - 1
@@ -53,19 +54,7 @@ def segment_tiles(cu_seqlens_ptr, first, num_segments, tile_rows, BLOCK_S: tl.co
     return tl.cdiv(rows - tl.load(cu_seqlens_ptr + s, mask=mask, other=0), tile_rows)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_segments",
-        "tile_rows",
-        "heads",
-        "group_shift",
-        "window",
-        "chunk",
-        "programs",
-        "entries",
-    ],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr"],
-)
+@kernel(["cu_seqlens_ptr", "seq_lens_ptr"])
 def work_kernel(
     cu_seqlens_ptr,  # [S + 1] int32
     seq_lens_ptr,  # [S] int32
@@ -175,28 +164,17 @@ class WorkList(NamedTuple):
 
 
 def work_list(
-    metadata: AttentionMetadata,
-    num_rows: int,
-    *,
-    tile_rows: int,
-    heads: int,
-    group_shift: int,
-    window: int,
-    chunk: int,
-    split: int,
-    programs: int,
-    entries: int,
+    metadata: AttentionMetadata, num_rows: int, *, split: int, programs: int, **settings: int
 ) -> WorkList:
     """The list of a pass of ``num_rows`` rows, the same one for all layers that ask for the same.
 
-    tile_rows: rows of a tile, of 2 ** group_shift heads each; heads: units of a tile and split;
-    split: tokens; entries: of the workspace, each for one split of one row of one head.
+    split: tokens. settings: as ``work_kernel`` has them.
     """
-    key = "attention work", num_rows, tile_rows, heads, group_shift, window, chunk, split, programs
+    key = "attention work", num_rows, split, programs, *settings.values()
     if (found := metadata.derived.get(key)) is not None:
         return found
     num_segments, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    most = min(num_rows, num_segments + num_rows // tile_rows)
+    most = min(num_rows, num_segments + num_rows // settings["tile_rows"])
     tiles = torch.empty((most, FIELDS.value), dtype=torch.int32, device=device)
     starts = torch.empty((programs + 1, 3), dtype=torch.int32, device=device)
     work_kernel[(triton.cdiv(programs + 1, BLOCK_P),)](
@@ -205,13 +183,8 @@ def work_list(
         tile_ptr=tiles,
         start_ptr=starts,
         num_segments=num_segments,
-        tile_rows=tile_rows,
-        heads=heads,
-        group_shift=group_shift,
-        window=window,
-        chunk=chunk,
         programs=programs,
-        entries=entries,
+        **settings,
         SPLIT=split,
         BLOCK_S=BLOCK_S,
         BLOCK_T=BLOCK_T,
@@ -222,32 +195,25 @@ def work_list(
     return metadata.derived.setdefault(key, WorkList(tiles, starts))
 
 
-class Workspace(NamedTuple):
-    """Results of splits: an entry for a row and query head, and a tile for every program."""
-
-    acc: Tensor  # [entries, D_PAD] fp32
-    highest: Tensor  # [entries] fp32
-    total: Tensor  # [entries] fp32
-    state: Tensor  # [programs, 2, BLOCK_M, D_PAD] fp32
-
-    @classmethod
-    def of(
-        cls,
-        metadata: AttentionMetadata,
-        entries: int,
-        programs: int,
-        block_m: int,
-        like: Tensor,
-    ) -> Workspace:
-        """For heads as wide as those of ``like``; the layers of a pass share it."""
-        dim = launch.padded(like.shape[-1])
-        shapes = ((entries, dim), (entries,), (entries,), (programs, 2, block_m, dim))
-        key = "attention workspace", shapes
-        if key not in metadata.derived:
-            metadata.derived[key] = cls(
-                *(torch.empty(s, dtype=torch.float32, device=like.device) for s in shapes)
-            )
-        return metadata.derived[key]
+def workspace(
+    metadata: AttentionMetadata, entries: int, programs: int, block_m: int, like: Tensor
+) -> dict[str, Tensor]:
+    """Results of splits, for heads as wide as those of ``like``: an entry for a row and query head,
+    and a tile for every program. The layers of a pass share it."""
+    dim = launch.padded(like.shape[-1])
+    shapes = {
+        "part_acc_ptr": (entries, dim),
+        "part_highest_ptr": (entries,),
+        "part_total_ptr": (entries,),
+        "state_ptr": (programs, 2, block_m, dim),
+    }
+    key = "attention workspace", *shapes.values()
+    if key not in metadata.derived:
+        metadata.derived[key] = {
+            name: torch.empty(shape, dtype=torch.float32, device=like.device)
+            for name, shape in shapes.items()
+        }
+    return metadata.derived[key]
 
 
 def paged_attention(
@@ -312,16 +278,15 @@ def paged_attention(
         entries=entries,
         **bounds,
     )
-    workspace = Workspace.of(metadata, entries, programs, entry.block_m, q)
+    parts = dict(workspace(metadata, entries, programs, entry.block_m, q))
+    state = parts.pop("state_ptr")
     shared = {
         "sink_ptr": q if sinks is None else sinks,
         "cu_seqlens_ptr": metadata.cu_seqlens_q,
         "tile_ptr": tiles,
         "start_ptr": starts,
         "out_ptr": out,
-        "part_acc_ptr": workspace.acc,
-        "part_highest_ptr": workspace.highest,
-        "part_total_ptr": workspace.total,
+        **parts,
         "kv_heads": kv_heads,
         "group": group,
         "heads": heads,
@@ -336,7 +301,7 @@ def paged_attention(
         v_ptr=v_cache,
         page_table_ptr=metadata.page_table,
         seq_lens_ptr=metadata.seq_lens,
-        state_ptr=workspace.state,
+        state_ptr=state,
         page_size=metadata.page_size,
         **bounds,
         stride_qr=q.stride(0) // vec,

@@ -41,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
+from tinyspec.kernels.jit import kernel
 
 
 @triton.jit
@@ -71,16 +72,7 @@ def gumbel(start, position, k0, k1, BLOCK: tl.constexpr):
     return -tl.log(-tl.log(u))
 
 
-@triton.jit(
-    do_not_specialize=["width", "stride", "num_temperatures", "num_forced"],
-    do_not_specialize_on_alignment=[
-        "logit_ptr",
-        "temperature_ptr",
-        "key_ptr",
-        "position_ptr",
-        "forced_ptr",
-    ],
-)
+@kernel(["logit_ptr", "temperature_ptr", "key_ptr", "position_ptr", "forced_ptr"])
 def sample_kernel(
     logit_ptr,  # [N, V]
     temperature_ptr,  # [num_temperatures] fp32
@@ -134,10 +126,7 @@ def sample_kernel(
     tl.store(partial_ptr + 2 * partials + program, total)
 
 
-@triton.jit(
-    do_not_specialize=["width", "stride", "num_temperatures", "num_forced"],
-    do_not_specialize_on_alignment=["logit_ptr", "temperature_ptr", "forced_ptr"],
-)
+@kernel(["logit_ptr", "temperature_ptr", "forced_ptr"])
 def sample_merge_kernel(
     logit_ptr,  # [N, V]
     temperature_ptr,  # [num_temperatures] fp32

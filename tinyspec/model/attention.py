@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
-from tinyspec.model.gradients import PagedCalls, Tape
+from tinyspec.model.gradients import Tape
 from tinyspec.model.shadow import share
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.trial import eps_name
@@ -107,13 +107,6 @@ class PendingRope(NamedTuple):
     interleaved: bool
 
 
-# Of a context, what one pass has for itself.
-STATE = (
-    *("k", "v", "metadata", "slot_mapping", "positions", "tape", "thread", "ahead"),
-    *("_pending", "_calls"),
-)
-
-
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
@@ -174,11 +167,11 @@ class AttentionContext:
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a pass: what makes a block that goes on from here, in any thread, also
         after the pass has ended."""
-        kept = {name: getattr(self, name) for name in STATE}
+        kept = dict(vars(self))
 
         @contextmanager
         def block() -> Iterator[None]:
-            before = {name: getattr(self, name) for name in STATE}
+            before = dict(vars(self))
             vars(self).update(kept, thread=get_ident())
             try:
                 yield
@@ -274,13 +267,15 @@ class AttentionContext:
             given, derived = (q, k, v, cos, sin, k_cache, v_cache, slots), metadata.derived
             return kernels.fused_kv_write(*given, derived=derived, **norm)
 
+        def written() -> Tensor:
+            return k_cache.flatten(0, 1).index_select(0, slots.clamp(min=0))
+
         def read(q: Tensor, **scores: Any) -> Tensor:
             return kernels.paged_attention(q, k_cache, v_cache, metadata, **scores)
 
         with self.autocast.off():
             if self.tape is not None and torch.is_grad_enabled():
-                calls = PagedCalls(write, read, k_cache, slots, kernels.backend == "torch")
-                out = self.tape.attend(number, calls, q, k, v, rope, norm, scores)
+                out = self.tape.attend(number, write, written, read, (q, k, v), rope, norm, scores)
             else:
                 out = read(write(q, k, v, **norm), **scores)
         return out if width == dim else out[..., :width].contiguous()

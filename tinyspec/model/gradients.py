@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,116 +19,87 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from tinyspec.kernels.twins.attention_plan import CausalMask
 from tinyspec.kernels.twins.layers import norm_and_rotate
 from tinyspec.model.quantized import is_packed
 
 # Rows of a sequence that attend at a time where a mask has to say to what.
 BLOCK = 256
-flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Of what is asked (of each tensor that was given), those tensors and the gradients of the results:
+# the gradients of the tensors.
+Backward = Callable[[Sequence[bool], Sequence[Any], Sequence[Tensor]], Sequence[Tensor | None]]
 
 
-class _Product(torch.autograd.Function):
-    """``run(x)``, whose result is x @ weight.T + bias, whatever computes it, and in which dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return run(x).detach()  # no view: the model may write to it
+class _Evaluated(torch.autograd.Function):
+    """``run`` of tensors, with the gradients of ``backward``, under the same autocast."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        found: list[Tensor | None] = [None] * 4
-        with torch.autocast(grad.device.type, enabled=False):
-            if of_x:
-                found[1] = (rows @ weight.to(rows.dtype)).view(x.shape)
-            if of_weight:
-                found[2] = rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype)
-            if of_bias:
-                found[3] = rows.sum(0)
-        return tuple(found)  # torch casts them to the dtypes of x, weight and bias
-
-
-def product(
-    run: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """``run(x)``: rows x [..., in] times weight [out, in], plus bias [out]; with gradients of all
-    three where they are asked for."""
-    if not torch.is_grad_enabled():
-        return run(x)
-    found: Tensor = _Product.apply(run, x, weight, bias)
-    return found
-
-
-class _Recomputed(torch.autograd.Function):
-    """``run`` of tensors; the gradients are those of ``plain``, the same function by torch, under
-    the same autocast."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., Any], plain: Callable[..., Any], known: bool, *given: Any
-    ) -> Any:
+    def forward(ctx: Any, run: Callable[..., Any], backward: Backward, *given: Any) -> Any:
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
-        ctx.plain, ctx.autocast = plain, torch.autocast(kind, enabled=on, cache_enabled=False)
-        out = run(*given)
-        ctx.save_for_backward(*given, *(out if known else ()))
-        if known:
-            return out[0].detach()
+        ctx.gradients, ctx.autocast = (
+            backward,
+            torch.autocast(kind, enabled=on, cache_enabled=False),
+        )
+        ctx.save_for_backward(*given)
+        out = run(*given)  # no views are returned: the model may write to them
         return tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        asked = ctx.needs_input_grad[3:]
-        saved = ctx.saved_tensors
-        known = saved[len(asked) :]
-        given = [
-            None if x is None else x.detach().requires_grad_(asks)
-            for x, asks in zip(saved, asked, strict=False)
-        ]
-        wanted = [x for x, asks in zip(given, asked, strict=True) if asks and x is not None]
-        with torch.enable_grad(), ctx.autocast:
-            out = ctx.plain(*given, *known)
-            outputs = out if isinstance(out, tuple) else (out,)
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-            of, weighed = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(of, wanted, weighed, allow_unused=True))
-        return None, None, None, *(next(found) if asks else None for asks in asked)
+        with ctx.autocast:
+            return None, None, *ctx.gradients(ctx.needs_input_grad[2:], ctx.saved_tensors, grads)
 
 
-def recomputed(
-    run: Callable[..., Any], plain: Callable[..., Any], *given: Tensor | None, known: bool = False
-) -> Any:
+def evaluated(run: Callable[..., Any], backward: Backward, *given: Tensor | None) -> Any:
+    """``run(*given)``, a tensor or a tuple of tensors, with the gradients of ``backward`` where
+    they are recorded."""
+    return _Evaluated.apply(run, backward, *given) if torch.is_grad_enabled() else run(*given)
+
+
+def product(
+    run: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``run(x)``: rows x [..., in] times weight [out, in], plus bias [out], whatever computes it,
+    and in which dtype; with gradients of all three where they are asked for."""
+    found: Tensor = evaluated(lambda x, *_: run(x), _of_product, x, weight, bias)
+    return found
+
+
+def _of_product(
+    asked: Sequence[bool], given: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    (x, weight, _), (grad,) = given, grads
+    rows = grad.reshape(-1, grad.shape[-1])
+    return [  # torch casts them to the dtypes of what was given
+        (rows @ weight.to(rows.dtype)).view(x.shape) if asked[0] else None,
+        rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype) if asked[1] else None,
+        rows.sum(0) if asked[2] else None,
+    ]
+
+
+def recomputed(run: Callable[..., Any], plain: Callable[..., Any], *given: Tensor | None) -> Any:
     """``run(*given)``, with the gradients of ``plain`` where they are asked for. Both return a
-    tensor or a tuple of tensors, and compute the same up to rounding. known: only the first result
-    of ``run`` is returned, and ``plain`` is given them all, behind its own arguments."""
-    if not torch.is_grad_enabled():
-        return run(*given)
-    return _Recomputed.apply(run, plain, known, *given)
+    tensor or a tuple of tensors, and compute the same up to rounding."""
+    return evaluated(run, partial(_of_plain, plain), *given)
 
 
-class _KnownAttention(torch.autograd.Function):
-    """Flash attention of a CPU whose result and log-sum-exp are known: its backward alone."""
-
-    @staticmethod
-    def forward(ctx: Any, scale: float, mask: Tensor | None, *given: Tensor) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(mask, *given)
-        return given[3].detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, *given = ctx.saved_tensors
-        form = {"attn_mask": mask, "scale": ctx.scale}
-        found = flash_attention_backward(grad, *given, 0.0, mask is None, **form)
-        return None, None, *found, None, None
+def _of_plain(
+    plain: Callable[..., Any],
+    asked: Sequence[bool],
+    given: Sequence[Tensor | None],
+    grads: Sequence[Tensor],
+) -> list[Tensor | None]:
+    pairs = zip(given, asked, strict=True)
+    leaves = [None if x is None else x.detach().requires_grad_(asks) for x, asks in pairs]
+    with torch.enable_grad():
+        out = plain(*leaves)
+    outputs = zip(out if isinstance(out, tuple) else (out,), grads, strict=True)
+    of, weighed = zip(*(pair for pair in outputs if pair[0].requires_grad), strict=True)
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    torch.autograd.backward(of, weighed, inputs=wanted)
+    return [None if x is None else x.grad for x in leaves]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -170,23 +141,6 @@ class Segment:
     keys: int
 
 
-class PagedCalls(NamedTuple):
-    """The two kernels of an attention call on the pages of a pass: the KV write of (q, k, v), which
-    returns the rotated q, and attention of that. cache, slots: where the write puts k. tells_lse:
-    whether attention can tell the log-sum-exp of its scores."""
-
-    write: Callable[..., Tensor]
-    read: Callable[..., Tensor]
-    cache: Tensor
-    slots: Tensor
-    tells_lse: bool
-
-    def written(self, *given: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
-        """The rotated q and k."""
-        q = self.write(*given, **form)
-        return q, self.cache.flatten(0, 1).index_select(0, self.slots.clamp(min=0))
-
-
 @dataclass
 class Tape:
     """What attention of one differentiable pass is given of the pass before it, and leaves to the
@@ -201,44 +155,39 @@ class Tape:
     def attend(
         self,
         number: int,
-        calls: PagedCalls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        write: Callable[..., Tensor],
+        written: Callable[[], Tensor],
+        read: Callable[..., Tensor],
+        given: tuple[Tensor, Tensor, Tensor],
         angles: tuple[Tensor, Tensor] | None,
         norm: dict[str, Any],
         scores: dict[str, Any],
     ) -> Tensor:
-        """Attention call ``number`` by ``calls``; the others as for ``AttentionContext.attend``."""
-        names = [name for name in ("q_weight", "k_weight") if name in norm]
-        form = {name: held for name, held in norm.items() if name not in names}
+        """Attention call ``number`` by the two kernels: ``write`` of q, k and v, which returns the
+        rotated q, after which ``written`` tells the rotated k, and ``read``, attention of that q.
+        given: q, k and v; the others as for ``AttentionContext.attend``."""
+        norm, scores = dict(norm), dict(scores)
+        weights, sinks = [norm.pop(f"{x}_weight", None) for x in "qk"], scores.pop("sinks", None)
 
-        def written(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            return calls.written(q, k, v, **dict(zip(names, weights, strict=True)), **form)
+        def run(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            named = dict(zip(("q_weight", "k_weight"), weights, strict=True))
+            return write(q, k, v, **named, **norm), written()
 
-        def rotated(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            named: dict[str, Any] = dict(zip(names, weights, strict=True))
-            return norm_and_rotate(q, k, angles, **named, **form)
+        def plain(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            named: Any = dict(zip(("q_weight", "k_weight"), weights, strict=True))
+            return norm_and_rotate(q, k, angles, **named, **norm)
 
-        q, k = recomputed(written, rotated, q, k, v, *(norm[name] for name in names))
-        k, v = (x[: self.segments[-1].end] for x in (k, v))
+        q, k = recomputed(run, plain, *given, *weights)
+        k, v = (x[: self.segments[-1].end] for x in (k, given[2]))
         if (more := self.segments[0].keys - self.segments[0].end) > 0:
             pairs = zip(self.before[number], (k, v), strict=True)
             k, v = (torch.cat((x[-more:], y)) for x, y in pairs)
         self.after.setdefault(number, (k, v))  # not where it is computed again
-        rest = {name: held for name, held in scores.items() if name != "sinks"}
 
-        sinks = scores.get("sinks")
-        known = calls.tells_lse and not rest.get("softcap") and sinks is None
-
-        def paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-            if not known:
-                return calls.read(q, sinks=sinks, **rest)
-            lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
-            return calls.read(q, lse=lse, **rest), lse
-
-        plain = partial(segment_attention, segments=self.segments, **rest)
-        out: Tensor = recomputed(paged, plain, q, k, v, sinks, known=known)
+        attention = partial(segment_attention, segments=self.segments, **scores)
+        out: Tensor = recomputed(
+            lambda q, k, v, sinks: read(q, sinks=sinks, **scores), attention, q, k, v, sinks
+        )
         return out
 
 
@@ -247,7 +196,7 @@ def segment_attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    *known: Tensor,
+    *,
     segments: Sequence[Segment],
     scale: float,
     window: int = 0,
@@ -255,57 +204,44 @@ def segment_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """As paged attention, by torch's operators: q [R, Hq, D]; k, v [M, Hkv, D] of the segments'
-    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment. known:
-    this very result and the log-sum-exp [R, Hq], which are not computed again then."""
-    rows = [segment.end - segment.first for segment in segments]
+    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment."""
+    rows, causal = [segment.end - segment.first for segment in segments], CausalMask(window, chunk)
     parts = (x.split([segment.keys for segment in segments]) for x in (k, v))
     *queries, padding = q.split([*rows, len(q) - sum(rows)])
     plain = not (window or chunk or softcap) and sinks is None
     found = []
     for segment, q_part, k_part, v_part in zip(segments, queries, *parts, strict=True):
-        first, before = segment.first, segment.keys - len(q_part)
-        whole = plain and not before
+        start, seen = segment.keys - len(q_part), None
+        whole = plain and not start
         for block in (q_part,) if whole else q_part.split(BLOCK):
-            end, stop = first + len(block), before + len(block)  # of rows, and of positions
-            low = max(0, before - window + 1) if window else before // chunk * chunk if chunk else 0
-            seen = None if whole else _seen(before, stop, low, window, chunk, q.device)
-            keys = (x if whole else x[low:stop] for x in (k_part, v_part))
-            given = (block, *keys, *(x[first:end] for x in known))
-            heads = [x.transpose(0, 1)[None] for x in given]
-            out = _attention(heads, seen, scale, softcap, sinks)
-            found.append(out.squeeze(0).transpose(0, 1))
-            first, before = end, stop
+            stop = start + len(block)
+            low = max(0, causal.lowest_key(start))
+            if not whole:
+                row = torch.arange(start, stop, device=q.device)[:, None]
+                key = torch.arange(low, stop, device=q.device)
+                seen = (key <= row) & (key >= causal.lowest_key(row))
+            given = (block, k_part[low:stop], v_part[low:stop])
+            found.append(_attention(*given, seen, scale, softcap, sinks))
+            start = stop
     return torch.cat([*found, torch.zeros_like(padding)])
 
 
-def _seen(start: int, stop: int, low: int, window: int, chunk: int, device: torch.device) -> Tensor:
-    """Which keys, at positions from ``low`` to ``stop``, rows from ``start`` to there attend to."""
-    key = torch.arange(low, stop, device=device)
-    row = key[start - low :, None]
-    seen = key <= row
-    if window:
-        seen &= key > row - window
-    return seen & (key >= row // chunk * chunk) if chunk else seen
-
-
 def _attention(
-    heads: list[Tensor], seen: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """q [1, Hq, n, D], k and v [1, Hkv, m, D], and of what is known the result and its log-sum-exp
-    [1, Hq, n] -> [1, Hq, n, D]; seen [n, m], None: causal."""
-    q, k, v, *known = heads
+    """q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D]; seen [n, m], None: causal."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    if known:
-        mask = None
-        if seen is not None:
-            mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
-        out: Tensor = _KnownAttention.apply(scale, mask, q, k, v, *known)
-        return out
-    if not softcap and sinks is None:
-        causal = seen is None
-        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=scale)
-    assert seen is not None
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if seen is None or not (softcap or sinks is not None):
+        found = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale)
+        return found.squeeze(0).transpose(0, 1)
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -313,4 +249,5 @@ def _attention(
     if sinks is not None:
         more = sinks.float().view(1, -1, 1, 1).expand(-1, -1, q.shape[2], 1)
         scores = torch.cat((scores, more), dim=-1)
-    return (scores.softmax(-1)[..., : len(seen[0])] @ v.float()).to(q.dtype)
+    found = scores.softmax(-1)[..., : k.shape[2]] @ v.float()
+    return found.to(q.dtype).squeeze(0).transpose(0, 1)

@@ -6,18 +6,18 @@ nor how the logits came to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend as kernels
+from tinyspec.model.gradients import evaluated
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import without_modes
 from tinyspec.runner.sampler import Sampler
@@ -70,7 +70,7 @@ def token_logprobs(
         raise refuse("logits", given, "a tensor [..., V] in bf16, fp16 or fp32")
     sampler = Sampler(kernels.load(EngineConfig().backend_on(logits.device.type)))
     asked = _Asked(sampler, _tokens(ids, logits), _temperatures(temperature, logits), params)
-    found = _TokenLogprobs.apply(torch.atleast_2d(logits), asked)
+    found = evaluated(asked.values, asked.gradients, torch.atleast_2d(logits))
     logprobs, kept_mass = (values.view(logits.shape[:-1]) for values in found)
     return (logprobs, kept_mass) if return_kept_mass else logprobs
 
@@ -137,44 +137,37 @@ class _Asked:
             kept = kept.where(temperature[:, None] > 0, whole)
         return kept, whole, divisor[:, None]
 
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities and kept mass, [N] fp32: by the kernels forward, by the formulas of
-    ``token_logprobs`` backward, under torch's settings of passes."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, asked: _Asked) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits)
-        ctx.asked, chosen = asked, asked.sampler.kernels.chosen_logprobs
-        logprobs = torch.zeros_like(asked.temperature)
-        kept_mass = torch.zeros_like(logprobs)
+    def values(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and kept mass, [N] fp32, by the kernels, under torch's settings of
+        passes."""
+        chosen, filtered = self.sampler.kernels.chosen_logprobs, self.params.filtered
+        logprobs, kept_mass = (torch.zeros_like(self.temperature) for _ in range(2))
         with pinned(logits.device.type), without_modes(), torch.cuda.device_of(logits):
-            for part, rows in asked.parts(logits):
-                ids, temperature = asked.ids[part], asked.temperature[part]
+            for part, rows in self.parts(logits):
+                ids, temperature = self.ids[part], self.temperature[part]
                 logprobs[part] = chosen(rows, ids, temperature)
-                if asked.params.filtered:
-                    kept, whole, _ = asked.scaled(rows, part)
+                if filtered:
+                    kept, whole, _ = self.scaled(rows, part)
                     likeliest = kept.argmax(-1)  # which every filter keeps
                     kept_mass[part] = chosen(whole, likeliest) - chosen(kept, likeliest)
                     logprobs[part] = chosen(kept, ids).where(temperature > 0, logprobs[part])
         return logprobs, kept_mass.clamp_(max=0)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_logprobs: Tensor, of_mass: Tensor) -> tuple[Tensor, None]:
-        (logits,), asked = ctx.saved_tensors, ctx.asked
-        softmax = asked.sampler.kernels.softmax
+    def gradients(self, _: Any, given: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """That of logits, by the formulas of ``token_logprobs``."""
+        (logits,), (of_logprobs, of_mass) = given, grads
+        softmax, filtered = self.sampler.kernels.softmax, self.params.filtered
         found = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        flat = found.view(len(asked.ids), logits.shape[-1])
+        flat = found.view(len(self.ids), logits.shape[-1])
         with pinned(logits.device.type), without_modes(), torch.cuda.device_of(logits):
-            for part, rows in asked.parts(logits):
-                kept, whole, divisor = asked.scaled(rows, part)
-                ids = asked.ids[part, None]
+            for part, rows in self.parts(logits):
+                kept, whole, divisor = self.scaled(rows, part)
+                ids = self.ids[part, None]
                 excluded = kept.gather(1, ids) == -torch.inf
                 weight = (of_logprobs[part, None] / divisor).masked_fill(excluded, 0)
                 shares = softmax(kept)
                 total = shares.scatter_add(1, ids, torch.full_like(weight, -1)).mul_(-weight)
-                if asked.params.filtered:
+                if filtered:
                     total += (shares - softmax(whole)) * (of_mass[part, None] / divisor)
                 flat[part] = total
-        return found, None
+        return [found]
