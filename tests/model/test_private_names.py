@@ -7,8 +7,8 @@ import pytest
 from transformers import DynamicCache
 
 from tests.support.loading import everything, unlike
-from tests.support.moe import tiny_moe
 from tests.support.tiny import tiny
+from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, UnsupportedModelError
 
 WITHOUT_IMPORTS = """
@@ -57,7 +57,7 @@ def test_layers_of_the_cache(monkeypatch):
 
 
 def test_attributes_of_experts():
-    model = tiny_moe()
+    model = of_zoo("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
     del experts.is_transposed, experts.has_gate
     before = everything(model)
