@@ -13,9 +13,9 @@ from torch import nn
 
 from tests.support.cases import facts_of
 from tests.support.mixes import bits, crowd, solo
-from tests.support.moe import OWN_WAY, tiny_moe
 from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
 from tests.support.tiny import prompts, tiny
+from tests.support.zoo import tiny as of_zoo
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import proof
 from tinyspec.runner import kv_cache
@@ -150,13 +150,13 @@ SLOW = pytest.mark.slow("crosses", 1)
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(n, marks=() if n == "dbrx" else SLOW) for n in OWN_WAY]
+    "family", ["dbrx", *(pytest.param(n, marks=SLOW) for n in ("jetmoe", "longcat_flash"))]
 )
 def test_routing_by_data_is_found_whatever_the_router_says(family):
-    """A router of zeros sends all rows to the same experts, so that nothing seems to depend on
-    them."""
+    """Of experts in loops of their own. A router of zeros sends all rows to the same experts, so
+    that nothing seems to depend on them."""
     for fill in (as_they_are, zero):
-        model = tiny_moe(family)
+        model = of_zoo(family)
         with Engine(model) as engine:
             fill(model)
             with pytest.raises(DeterminismError, match="shapes of its matmuls"):

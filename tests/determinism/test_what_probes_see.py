@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.support.moe import tiny_moe
+from tests.support import zoo
 from tests.support.tiny import config_of
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import rows
@@ -51,7 +51,7 @@ def test_a_difference_beyond_a_split(backend):
 @pytest.mark.parametrize(("family", "router"), [("mixtral", "gate"), ("gpt_oss", "router")])
 def test_operators_of_routers(family, router):
     """Recorded while scratch weights stand for the model's own, which a parameter is known by."""
-    with Engine(tiny_moe(family)) as engine, engine.runner.torch_state():
+    with Engine(zoo.tiny(family)) as engine, engine.runner.torch_state():
         prober = Prober(engine.runner, engine.contract.modes)
         prober.prepare(ModelProbe(engine.runner))
         found = {name.partition("mlp")[2].partition(" of ")[0] for name in prober.ops}

@@ -22,16 +22,16 @@ from tests.support.budget import first
 from tests.support.cases import drain, engine_of, greedy, model_of, text
 from tests.support.drop_in import SMALL, portrait
 from tests.support.mixes import bits
-from tests.support.moe import tiny_moe
 from tests.support.pages import check_residents, indexed_kv
 from tests.support.tiny import FAMILIES, tiny
+from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 PROMPT = text(20, seed=2)
 IDS = torch.tensor([PROMPT])
 PARAMS = SamplingParams(max_new_tokens=6, logprobs=True)
 KEPT = SamplingParams(max_new_tokens=6, logprobs=True, deterministic=True)
-MODELS = {family: tiny for family in FAMILIES} | {"qwen3_moe": tiny_moe, "mixtral": tiny_moe}
+MODELS = {family: tiny for family in FAMILIES} | dict.fromkeys(("qwen3_moe", "mixtral"), of_zoo)
 
 
 def answer(engine, params=KEPT):

@@ -69,7 +69,7 @@ def rounds_of(thoughts, window):
     return rounds
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_trivial_thoughts_give_the_plain_model(kind):
     model = thinking_model(kind, NONE)
     with engine_of(model) as engine:

@@ -30,7 +30,7 @@ def turns(model, cache, wanted=exact, **settings):
 
 @pytest.mark.crossed(8)
 @pytest.mark.parametrize("chunk_size", [8, 6, 24])
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_chat(kind, chunk_size):
     """Nothing of what was decoded is taken: the second turn thinks about the first answer."""
     model = thinking_model(kind, chunk_size=chunk_size)

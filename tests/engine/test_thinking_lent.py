@@ -24,7 +24,7 @@ def bits(engine):
     return all_bits(output), output.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_read_and_trained_beside_an_engine(kind):
     """Gold states reach the model's own layers, whoever ran last; the engine follows each step."""
     model, other = thinking_model(kind), thinking_model(kind)

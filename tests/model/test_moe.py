@@ -14,9 +14,9 @@ from transformers.integrations.moe import use_experts_implementation
 
 from tests.support.budget import first
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
-from tests.support.moe import CONFIGS, SERVED, tiny_moe
 from tests.support.tiny import hf_greedy, prompts
 from tests.support.tolerances import OPERATOR, close
+from tests.support.zoo import tiny
 from tinyspec import (
     DeterminismError,
     Engine,
@@ -28,6 +28,7 @@ from tinyspec.determinism import proof
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model.moe import KernelExperts, kernel_experts, kernel_forward
 
+SERVED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = 16
 
@@ -149,7 +150,7 @@ def test_row_invariant(kind, dtype):
 @pytest.mark.parametrize("family", first(1, SERVED, 5))
 def test_the_contract(family, dtype):
     """Every kind of needle alone, and among 1 to 15 others of any kind, by any entry point."""
-    model = tiny_moe(family, dtype)
+    model = tiny(family).to(dtype)
     rng = random.Random(1)
     with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]
@@ -164,7 +165,7 @@ def test_the_contract(family, dtype):
 
 @pytest.mark.parametrize("family", first(1, SERVED, 1.3))
 def test_plain_tokens_are_transformers(family):
-    model = tiny_moe(family)
+    model = tiny(family)
     expected = [hf_greedy(model, prompt, 12) for prompt in prompts(8, 60)]
     with Engine(model) as engine:
         outputs = engine.generate(prompts(8, 60), SamplingParams(max_new_tokens=12))
@@ -191,7 +192,7 @@ def without_the_kernel(model, config):
 def test_control_other_implementations(monkeypatch, implementation):
     """transformers' own break the contract, and are refused by name."""
     config = EngineConfig(reference_rows=REFERENCE, linear="never")
-    model = tiny_moe()
+    model = tiny("qwen3_moe")
     model.set_experts_implementation(implementation)
     with Engine(model, config=config) as engine:
         with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.experts: the shapes"):
@@ -200,7 +201,7 @@ def test_control_other_implementations(monkeypatch, implementation):
     monkeypatch.setattr(proof, "data_dependent", lambda passes: [])
     found = []
     for dtype in DTYPES:
-        model = tiny_moe(dtype=dtype)
+        model = tiny("qwen3_moe").to(dtype)
         model.set_experts_implementation(implementation)
         try:
             found.append(without_the_kernel(model, config))
@@ -211,7 +212,7 @@ def test_control_other_implementations(monkeypatch, implementation):
 
 @pytest.mark.parametrize("implementation", first(1, ["grouped_mm", "batched_mm", "eager"], 2))
 def test_the_users_choice_stays(implementation):
-    model = tiny_moe("mixtral")
+    model = tiny("mixtral")
     model.set_experts_implementation(implementation)
     with Engine(model) as engine:
         served = engine.runner.model
@@ -225,7 +226,7 @@ def test_the_users_choice_stays(implementation):
 def test_the_users_choice_is_of_plain_forwards_alone():
     """Another one while the engine is open, or before: canonical passes run as they did."""
     params = SamplingParams(max_new_tokens=4, deterministic=True)
-    model = tiny_moe()
+    model = tiny("qwen3_moe")
     with Engine(model) as engine:
         first = engine.generate([[1, 2, 3]], params)[0]
         model.set_experts_implementation("eager")
@@ -257,13 +258,10 @@ def depends_on_place(weight):
 
 
 @pytest.mark.parametrize("family", first(1, ODD, 1))
-def test_odd_sizes(family, monkeypatch):
+def test_odd_sizes(family):
     """transformers' default cannot run these experts: the message names them and what does. So is
     a router named where torch mixes rows of such a width (fp32 on AVX2 without AVX-512)."""
-    known = CONFIGS.get(family, {})
-    sizes = {"head_dim": 16, **ODD[family]} if family != "olmoe" else ODD[family]
-    monkeypatch.setitem(CONFIGS, family, {**known, **sizes})
-    model = tiny_moe(family)
+    model = tiny(family, **ODD[family])
     with pytest.raises(RuntimeError, match="strides"), torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
     named = r"layers\.0\.mlp\.experts.*strides.*set_experts_implementation"
@@ -284,7 +282,7 @@ def test_odd_sizes(family, monkeypatch):
 
 def test_experts_with_an_unknown_part_are_not_served():
     """What a later transformers puts behind the experts under another name is not left out."""
-    model = tiny_moe()
+    model = tiny("qwen3_moe")
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts.late_norm = torch.nn.RMSNorm(8)

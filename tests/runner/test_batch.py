@@ -13,9 +13,9 @@ import torch
 
 from tests.support.budget import first
 from tests.support.cases import bits_of, cost, greedy, run, text
-from tests.support.moe import tiny_moe
 from tests.support.recorded import as_on_a_gpu, record_passes, recording
 from tests.support.tiny import FAMILIES, tiny
+from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.model_probe import graph_refusals
 from tinyspec.runner.batch import PassMemory
@@ -114,7 +114,7 @@ def refusals(model):
 
 def test_what_graphs_cannot_hold():
     assert refusals(tiny()) == {}
-    model = tiny_moe("qwen3_moe")
+    model = of_zoo("qwen3_moe")
     found = refusals(model)
     assert {*found} == {"canonical"}  # transformers' own way has fixed shapes
     assert "aten.bincount" in found["canonical"] and "Qwen3MoeExperts" in found["canonical"]

@@ -8,17 +8,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from tests.support.mixes import bits
@@ -40,15 +33,21 @@ SIZES = {
     "pad_token_id": None,
 }
 KINDS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16, sliding_window_pattern=2)
-    ),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)),
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2},
+    "mistral": {"sliding_window": 16},
 }
 # Of these the thinking model alone is tried, not what an engine does with it.
-MORE_KINDS = {"qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES))}
+MORE_KINDS = {"qwen2": {}}
+
+
+def backbone(kind: str) -> PreTrainedModel:
+    """Of a kind, with weights as they are drawn."""
+    more = {**KINDS, **MORE_KINDS}[kind]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+
+
 # Added to the logit of T's end token: about half of the thoughts are trivial; all are.
 SOME, NONE = 3.0, 1e4
 
@@ -61,7 +60,7 @@ def thinking_model(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = ThinkingConfig(**{"end_token_id": END, "max_thought_tokens": 4, **fields})
-        model = ThinkingModel.from_backbone({**KINDS, **MORE_KINDS}[kind](), config).eval()
+        model = ThinkingModel.from_backbone(backbone(kind), config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:

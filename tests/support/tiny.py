@@ -6,18 +6,7 @@ import random
 from functools import cache
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB = 128
 # Head and width larger than a test needs, so that sums are long enough for their order to show.
@@ -34,38 +23,21 @@ _COMMON = {
     "pad_token_id": None,
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_CONFIGS = {
+    "llama": _GROUPED,
+    "mistral": {**_GROUPED, "sliding_window": 24},
+    "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3": {**_GROUPED, "head_dim": 32},
+    "gemma2": {**_GROUPED, "head_dim": 16, "sliding_window": 24},
+    "gpt2": {**_COMMON, "intermediate_size": None},
+    "gpt_neox": _COMMON,
+}
+FAMILIES = tuple(_CONFIGS)
 
 
 def config_of(family: str) -> PreTrainedConfig:
     """A config of ``family`` small enough for thousands of passes."""
-    if family == "llama":
-        return LlamaConfig(**_GROUPED)
-    if family == "mistral":
-        return MistralConfig(**_GROUPED, sliding_window=24)
-    if family == "qwen2":
-        return Qwen2Config(
-            **_GROUPED, use_sliding_window=True, sliding_window=24, max_window_layers=1
-        )
-    if family == "qwen3":
-        return Qwen3Config(**_GROUPED, head_dim=32)
-    if family == "gemma2":
-        return Gemma2Config(**_GROUPED, head_dim=16, sliding_window=24)
-    if family == "gpt2":
-        return GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            n_positions=512,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    assert family == "gpt_neox", family
-    return GPTNeoXConfig(**_COMMON)
-
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
+    return AutoConfig.for_model(family, **_CONFIGS[family])
 
 
 def tiny(

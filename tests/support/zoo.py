@@ -36,15 +36,17 @@ _LEFT_OUT = {*CANNOT, *(FROM_5_24 if _OLDER else ())}
 BUILT = tuple(kind for kind in MODEL_TYPES if kind not in _LEFT_OUT)
 
 
-def tiny(model_type: str, seed: int | None = None, gain: float | None = None) -> PreTrainedModel:
+def tiny(
+    model_type: str, seed: int | None = None, gain: float | None = None, **changes: Any
+) -> PreTrainedModel:
     """The causal LM of ``model_type``, small, fp32, in eval mode, never to stop early.
 
-    gain: how much a matrix makes of a row of ones' size (by default by the table). The same weights
-    for the same arguments.
+    gain: how much a matrix makes of a row of ones' size (by default by the table).
+    changes: of the config. The same weights for the same arguments.
     """
     seed = SEEDS.get(model_type, 0) if seed is None else seed
     gain = gain or GAINS.get(model_type, 1.5)
-    config = config_of(model_type)
+    config = config_of(model_type, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -58,11 +60,11 @@ def tiny(model_type: str, seed: int | None = None, gain: float | None = None) ->
     return model
 
 
-def config_of(model_type: str) -> PreTrainedConfig:
-    """A small config of ``model_type``."""
+def config_of(model_type: str, **more: Any) -> PreTrainedConfig:
+    """A small config of ``model_type``, with ``more``."""
     assistant = model_type.endswith("_assistant")
     changes = {} if assistant else _smaller(AutoConfig.for_model(model_type))
-    return AutoConfig.for_model(model_type, **{**changes, **EXCEPTIONS.get(model_type, {})})
+    return AutoConfig.for_model(model_type, **{**changes, **EXCEPTIONS.get(model_type, {}), **more})
 
 
 def _smaller(config: PreTrainedConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from benchmarks.coin_reader.reading import generate, read, think
 from tests.support import thinking as support
-from tests.support.thinking import END, KINDS, MORE_KINDS, SIZES, prompt_of
+from tests.support.thinking import END, KINDS, MORE_KINDS, SIZES, backbone, prompt_of
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import IGNORED, ThinkingModel
@@ -94,7 +94,9 @@ def test_thoughts_end_or_are_cut():
 
 def test_loss_falls_on_both_parts():
     torch.manual_seed(0)
-    model = ThinkingModel.from_backbone(KINDS["llama"](), ThinkingConfig(END, max_thought_tokens=4))
+    model = ThinkingModel.from_backbone(
+        backbone("llama"), ThinkingConfig(END, max_thought_tokens=4)
+    )
     ids = torch.tensor([prompt_of(28, n) for n in range(4)])
     thoughts = torch.tensor([[5, END, IGNORED], [END, IGNORED, IGNORED], [7, 8, END]])
     labels = torch.full_like(ids, IGNORED)
@@ -112,7 +114,7 @@ def test_loss_falls_on_both_parts():
     assert losses[-1][0] < 0.1 * losses[0][0] and losses[-1][1] < 0.1 * losses[0][1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_saved_and_loaded(kind, tmp_path):
     model = thinking_model(kind)
     model.save_pretrained(tmp_path)
@@ -147,7 +149,7 @@ def test_blocks_of_another_backbone_are_refused(tmp_path):
 def test_config_is_checked(fields, message):
     with pytest.raises(ValueError, match=message):
         ThinkingModel.from_backbone(
-            KINDS["llama"](), ThinkingConfig(**{"end_token_id": END, **fields})
+            backbone("llama"), ThinkingConfig(**{"end_token_id": END, **fields})
         )
 
 
