@@ -64,10 +64,12 @@ class Layer(NamedTuple):
 
 
 class ModuleCall(NamedTuple):
-    """The arguments of one call of an attention module."""
+    """One call of a module: its arguments, and what it returned; copy: of a tensor, then."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    output: Any = None
+    copy: Any = None
 
     @property
     def hidden(self) -> Any:

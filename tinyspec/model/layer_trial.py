@@ -1,17 +1,18 @@
 """Which decoder layers run by fused kernels: those whose own forward the twins agree with.
 
-A layer runs as it is and as its stand-in, on random rows and weights of norms, in the model's dtype
-and in fp32. Attention and linears are not tried: what reaches each of them is compared, and what
-the layer makes of random rows from them, up to rounding. Knows no model by name.
+A layer's own forward runs with random rows in the place of what its norms, attention and MLP
+return: each of them must get what the stand-in gives it, bit for bit. Its norms, and its MLP with
+random rows in the place of its linears, run as they are and as their stand-ins, in the model's
+dtype and in fp32, and must agree up to rounding. Knows no model by name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack, suppress
-from itertools import accumulate, product
-from typing import Any, NamedTuple, TypeVar
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,9 @@ from tinyspec.model.attention import AttentionContext, ModuleCall
 from tinyspec.model.fused_layer import (
     NORMS,
     PRODUCTS,
-    Form,
-    FusedLayer,
-    FusedNorm,
     fused_layer,
+    fused_mlp,
     fused_norm,
-    fused_parts,
     is_norm,
     is_pre_norm,
 )
@@ -40,10 +38,8 @@ from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
 OFFSETS = (False, True)
-FORMS = tuple(Form(offset, activation) for offset, activation in product(OFFSETS, ACTIVATIONS))
 # So many times smaller are the rows of attention and linears: the product of two fits fp16.
 SMALLER = 64.0
-T = TypeVar("T")
 
 
 class _Part(nn.Module):
@@ -59,86 +55,126 @@ class _Part(nn.Module):
         return self.result
 
 
-class LayerTrial:
-    """A layer's or norm's call ``given``, made with random rows by itself and by its stand-in."""
+def _with(module: nn.Module, **tables: Any) -> nn.Module:
+    """The module with other children or parameters."""
+    made = shell(module, type(module))
+    vars(made).update(tables)
+    return made
 
-    def __init__(self, module: nn.Module, given: ModuleCall):
-        self._module, self._given = module, given
-        self._like: Tensor = given.hidden
+
+class LayerTrial:
+    """Of modules that are called with hidden states ``like``; those of one kind are tried once."""
+
+    def __init__(self, like: Tensor):
+        self._like = like
         self._context = AttentionContext()
         self._context.kernels = backend.load("torch")
+        self._tried: dict[Hashable, Any] = {}
 
-    def first_close(self, run: Callable[..., list[Any]], forms: Iterable[T]) -> T | None:
-        """The first form in which ``run`` (``layer`` or ``norm``) gives what it gives without one;
-        None if there is none."""
-        dtypes = dict.fromkeys((self._like.dtype, torch.float32))
-        try:
-            own = [run(dtype) for dtype in dtypes]
-        except Exception:  # of whatever kind
-            return None
-        for form in forms:
-            with suppress(Exception):  # also of results that cannot be compared
-                if all(map(_agree, [run(dtype, form) for dtype in dtypes], own)):
+    def offset(self, norm: nn.Module) -> bool | None:
+        """Whether a norm's weights are stored less one; None where it is no norm of the kernel."""
+
+        def run(dtype: torch.dtype, offset: bool | None = None) -> list[Tensor]:
+            weight = 1 + self._rows(torch.float32)[0, SIZES].tanh() / 4
+            scratch = nn.Parameter(weight.to(dtype), requires_grad=False)
+            made = _with(norm, _parameters={"weight": scratch})
+            if offset is not None:
+                made = fused_norm(made, self._context, offset)
+            return [made(self._rows(dtype))]
+
+        return self._first_close(norm, run, OFFSETS)
+
+    def activation(self, mlp: nn.Module) -> str | None:
+        """The activation of a gated MLP; None where it is none of the kernel."""
+
+        def run(dtype: torch.dtype, activation: str | None = None) -> list[Tensor]:
+            rows = self._rows(dtype)
+            products = [_Part(rows.roll(turn, 1) / SMALLER) for turn in (4, 8, 12)]
+            parts = dict(zip(PRODUCTS, products, strict=True))
+            made = _with(mlp, _modules={**parts, "act_fn": mlp.act_fn})
+            if activation is not None:
+                made = fused_mlp(made, self._context, activation)
+            return [made(rows), *(call.hidden for part in products for call in part.calls)]
+
+        return self._first_close(mlp, run, ACTIVATIONS)
+
+    def is_wired(self, layer: nn.Module, given: ModuleCall) -> bool:
+        """Whether a layer gives its parts, and returns, what its stand-in does."""
+
+        def run() -> bool:
+            x = self._rows(self._like.dtype)
+            a, b, c, d = (x.roll(turn, 1) / SMALLER for turn in (4, 8, 12, 16))
+            norm, attention, second, mlp = parts = _Part(a), _Part((b, None)), _Part(c), _Part(d)
+            names = NORMS[0], "self_attn", NORMS[1], "mlp"
+            args, kwargs, *_ = given.of(x)
+            out = _with(layer, _modules=dict(zip(names, parts, strict=True)))(*args, **kwargs)
+            return (
+                len(args) <= 1
+                and _gets(norm, x, {})
+                and _gets(attention, a, {k: v for k, v in kwargs.items() if v is not x})
+                and _gets(second, x + b, {})
+                and _gets(mlp, c, {})
+                and same_bits(out, x + b + d)
+            )
+
+        key = own_kind(layer), *map(described, given[:2])
+        return bool(self._once(layer, key, lambda: run() or None))
+
+    def norms(
+        self, norms: Iterable[nn.Module], context: AttentionContext
+    ) -> dict[nn.Module, nn.Module]:
+        """The stand-ins of norms that have one."""
+        offsets = {norm: self.offset(norm) for norm in norms}
+        return {n: fused_norm(n, context, o) for n, o in offsets.items() if o is not None}
+
+    def layer(
+        self, layer: nn.Module, given: ModuleCall, context: AttentionContext
+    ) -> dict[nn.Module, nn.Module]:
+        """The stand-ins of a layer that has one, and of its parts."""
+        mlp = layer.get_submodule("mlp")
+        if not self.is_wired(layer, given) or (activation := self.activation(mlp)) is None:
+            return {}
+        norms = self.norms(map(layer.get_submodule, NORMS), context)
+        if len(norms) < len(NORMS):
+            return {}
+        return {**norms, mlp: fused_mlp(mlp, context, activation), layer: fused_layer(layer)}
+
+    def _first_close(
+        self, module: nn.Module, run: Callable[..., list[Tensor]], forms: Iterable[Any]
+    ) -> Any:
+        """The first form in which ``run`` gives what it gives without one; None if none does."""
+
+        def first() -> Any:
+            dtypes = dict.fromkeys((self._like.dtype, torch.float32))
+            own = [x for dtype in dtypes for x in run(dtype)]
+            for form in forms:
+                found = [x for dtype in dtypes for x in run(dtype, form)]
+                if len(found) == len(own) and all(map(close, found, own)):
                     return form
-        return None
+            return None
 
-    def norm(self, dtype: torch.dtype, offset: bool | None = None) -> list[Any]:
-        """What the norm gives random rows, by itself or by the stand-in with weights of this
-        ``offset``."""
-        norm = self._scratch_norm(self._module, dtype)
-        if offset is not None:
-            norm = fused_norm(norm, self._context, offset)
-        return [norm(self._rows(dtype)[None])]
+        return self._once(module, kind_of(module), first)
 
-    def layer(self, dtype: torch.dtype, form: Form | None = None) -> list[Any]:
-        """As ``norm`` for the layer: what it gives, what each of its parts gets, and the other
-        arguments of attention."""
-        parts, products = self._parts(dtype)
-        layer = shell(self._module, type(self._module))
-        vars(layer)["_modules"] = parts
-        if form is not None:
-            parts |= fused_parts(layer, self._context, form)
-            layer = fused_layer(layer)
-            vars(layer)["tinyspec_next"] = parts[NORMS[0]]
-        args, kwargs = self._given.of(self._rows(dtype)[None])
-        out = layer(*args, **kwargs)
-        (attended,) = parts["self_attn"].calls
-        given = {k: v for k, v in attended.kwargs.items() if v is not attended.hidden}
-        seen = [call.hidden for part in products for call in part.calls]
-        return [out, attended.hidden, *seen, given]
-
-    def _parts(self, dtype: torch.dtype) -> tuple[dict[str, Any], list[_Part]]:
-        """Parts of a layer that can be run: its norms with random weights, its MLP; attention and
-        linears that return random rows. The linears once more."""
-        rows = self._rows(dtype)[None] / SMALLER
-        own = self._module.get_submodule("mlp")
-        products = [_Part(rows.roll(turn, 1)) for turn in (4, 8, 12)]
-        mlp = shell(own, type(own))
-        vars(mlp)["_modules"] = {**dict(zip(PRODUCTS, products, strict=True)), "act_fn": own.act_fn}
-        norms = {
-            name: self._scratch_norm(self._module.get_submodule(name), dtype, turn)
-            for turn, name in enumerate(NORMS)
-        }
-        return {**norms, "self_attn": _Part((rows.flip(2), None)), "mlp": mlp}, products
+    def _once(self, module: nn.Module, key: Hashable, find: Callable[[], Any]) -> Any:
+        """What ``find`` returned for this kind; None where it raised."""
+        if key not in self._tried:
+            self._tried[key] = None
+            with suppress(Exception):  # of whatever kind
+                self._tried[key] = find()
+            if self._tried[key] is None:
+                kind = type(module).__name__
+                logger.info("%s keeps its own forward: fused kernels compute something else", kind)
+        return self._tried[key]
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
-        return probe_rows(tuple(self._like.shape[2:]), dtype, self._like.device)
-
-    def _scratch_norm(self, norm: nn.Module, dtype: torch.dtype, turn: int = 0) -> nn.Module:
-        """The norm with random weights around one."""
-        weight = 1 + self._rows(torch.float32)[SIZES * turn].tanh() / 4
-        made = shell(norm, type(norm))
-        scratch = nn.Parameter(weight.to(dtype), requires_grad=False)
-        vars(made)["_parameters"] = {"weight": scratch}
-        return made
+        return probe_rows(tuple(self._like.shape[2:]), dtype, self._like.device)[None]
 
 
-def _agree(found: list[Any], own: list[Any]) -> bool:
-    """Whether tensors are equal up to rounding, and all else is the same."""
-    return len(found) == len(own) and all(
-        close(x, y) if isinstance(y, Tensor) else _same(x, y)
-        for x, y in zip(found, own, strict=True)
-    )
+def _gets(part: _Part, rows: Tensor, others: dict[str, Any]) -> bool:
+    """Whether a part was called once, with these rows and these other arguments."""
+    (call,) = part.calls
+    rest = {name: held for name, held in call.kwargs.items() if held is not call.hidden}
+    return len(call.args) <= 1 and same_bits(call.hidden, rows) and _same(rest, others)
 
 
 def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
@@ -150,99 +186,70 @@ def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
     return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
 
 
-def _forms(calls: dict[nn.Module, list[ModuleCall]]) -> dict[nn.Module, Any]:
-    """Of those that have a stand-in: the form of a layer's, or the offset of a norm's. Modules of
-    one kind that are called in the same way are tried once."""
-    tried: dict[Hashable, Any] = {}
-    found: dict[nn.Module, Any] = {}
-    for module, given in calls.items():
-        if len(given) != 1 or not _may_have_one(module, given[0]):
-            continue
-        parts = [part for name, part in module.named_children() if name != "self_attn"]
-        key = own_kind(module), *map(kind_of, parts), *map(described, given[0])
-        if key not in tried:
-            trial = LayerTrial(module, given[0])
-            run, forms = (trial.layer, FORMS) if parts else (trial.norm, OFFSETS)
-            tried[key] = trial.first_close(run, forms)
-            if tried[key] is None:
-                kind = type(module).__name__
-                logger.info("%s keeps its own forward: fused kernels compute something else", kind)
-        if tried[key] is not None:
-            found[module] = tried[key]
-    return found
-
-
-def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
-    """Whether a layer or norm and the parts that would not be called run their classes' forwards
-    without hooks, on hidden states [1, R, H] of the dtype of the norms' weights."""
-    hidden, parts = given.hidden, [module]
+def _may_have_one(module: nn.Module, given: list[ModuleCall]) -> bool:
+    """Whether a layer or norm is called once, and it and the parts that would not be called run
+    their classes' forwards without hooks, on hidden states [1, R, H] of the dtype of the norms."""
+    hidden: Any = given[0].hidden if given else None
+    parts = [module]
     if module._modules:
         parts += [module.get_submodule(name) for name in (*NORMS, "mlp", "mlp.act_fn")]
     if any(has_hooks(part) or not runs_class_forward(part) for part in parts):
         name = type(module).__name__
         logger.info("%s keeps its own forward: it or a part has hooks or another forward", name)
         return False
-    one = isinstance(hidden, Tensor) and hidden.dim() == 3 and len(hidden) == 1
+    one = isinstance(hidden, Tensor) and hidden.dim() == 3 and len(hidden) == len(given) == 1
     norms: list[Any] = [part.weight for part in parts if is_norm(part)]
     return one and all(n.dtype == hidden.dtype and len(n) <= MAX_NORM for n in norms)
 
 
-class Layers(NamedTuple):
-    """forms: of each layer, and of each norm behind one, that has a stand-in: a layer's form, or a
-    norm's offset. following: what is called with each layer's result as it was returned."""
-
-    forms: dict[nn.Module, Any]
-    following: dict[nn.Module, nn.Module]
-
-
-def layer_forms(model: PreTrainedModel, last: int) -> Layers:
-    """As layers and norms are called in a forward of rows at positions from 0 to ``last``."""
+def layer_stand_ins(
+    model: PreTrainedModel, context: AttentionContext, last: int
+) -> dict[nn.Module, nn.Module]:
+    """Those of layers, of their norms and MLPs, and of the norms behind them, as they are called in
+    a forward of rows at positions from 0 to ``last``."""
     layers = [module for module in model.modules() if is_pre_norm(module)]
     if not layers:
-        return Layers({}, {})
+        return {}
     inside = {part for layer in layers for part in layer.modules()}
     norms = [module for module in model.modules() if module not in inside and is_norm(module)]
-    calls, following = _recorded(model, layers, norms, last)
-    forms = _forms({layer: calls[layer] for layer in layers})
-    behind = {norm for layer in forms for norm in following[layer]} & set(norms)
-    forms |= _forms({norm: calls[norm] for norm in norms if norm in behind})
-    return Layers(forms, {layer: found[0] for layer, found in following.items() if len(found) == 1})
+    calls = module_calls(model, [*layers, *norms], last)
+    trials: dict[Hashable, LayerTrial] = {}
+    made: dict[nn.Module, nn.Module] = {}
+
+    def tried(module: nn.Module) -> dict[nn.Module, nn.Module]:
+        if not _may_have_one(module, calls[module]):
+            return {}
+        (given,) = calls[module]
+        trial = trials.setdefault(described(given.hidden), LayerTrial(given.hidden))
+        if module in norms:
+            return trial.norms([module], context)
+        return trial.layer(module, given, context)
+
+    for layer in layers:
+        made |= tried(layer)
+    for layer in filter(made.__contains__, layers):
+        following = _following(calls, layer)
+        for norm in following:
+            if norm in norms and norm not in made:
+                made |= tried(norm)
+        if len(following) == 1 and not _hooks_between(model, layer, *following):
+            (after,) = following
+            norm = after if after in norms else after.get_submodule(NORMS[0])
+            vars(made[layer])["tinyspec_next"] = made.get(norm)
+    return made
 
 
-def _recorded(
-    model: PreTrainedModel, layers: list[nn.Module], norms: list[nn.Module], last: int
-) -> tuple[dict[nn.Module, list[ModuleCall]], dict[nn.Module, list[nn.Module]]]:
-    """The calls of layers and norms in a forward, and what was called with the very tensor that
-    each layer returned, to which nobody had written."""
-    made: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-    following: dict[nn.Module, list[nn.Module]] = {layer: [] for layer in layers}
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = ModuleCall(args, kwargs).hidden
-        for layer, (output, copy) in made.items():
-            if output is hidden and same_bits(output, copy):
-                following[layer].append(module)
-
-    def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor):
-            made[module] = output, output.clone()
-
-    called = [*layers, *norms]
-    with ExitStack() as hooks:
-        for module in called:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(after))
-        return module_calls(model, called, last), following
+def _following(calls: dict[nn.Module, list[ModuleCall]], layer: nn.Module) -> list[nn.Module]:
+    """What is called with the very tensor that a layer returned, to which nobody has written."""
+    output, copy = calls[layer][0].output, calls[layer][0].copy
+    if not isinstance(output, Tensor) or not same_bits(output, copy):
+        return []
+    return [module for module, given in calls.items() for call in given if call.hidden is output]
 
 
-def link(
-    model: nn.Module, names: dict[int, str], layer: FusedLayer, after: FusedLayer | FusedNorm
-) -> None:
-    """Let a layer compute the norm of what is called with its result, unless a hook might change
-    that before. names: of the model's modules, by their ids."""
-    paths = (accumulate(names[id(one)].split("."), "{}.{}".format) for one in (layer, after))
-    passed = [layer, *map(model.get_submodule, set.symmetric_difference(*map(set, paths)))]
-    if not any(map(has_hooks, passed)):
-        norm = after if isinstance(after, FusedNorm) else after.input_layernorm
-        vars(layer)["tinyspec_next"] = norm
+def _hooks_between(model: nn.Module, layer: nn.Module, after: nn.Module) -> bool:
+    """Whether a hook might change what a layer returns before ``after`` is called with it."""
+    names = {module: name for name, module in model.named_modules()}
+    paths = (accumulate(names[one].split("."), "{}.{}".format) for one in (layer, after))
+    passed = set.symmetric_difference(*map(set, paths))
+    return any(map(has_hooks, map(model.get_submodule, passed)))

@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
-from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction, children
+from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
@@ -193,12 +193,8 @@ def _of_pairs(fn: Callable[[Tensor], Tensor], slots: int, width: int, x: Tensor)
 
 def expert_stand_ins(
     model: nn.Module, context: AttentionContext, always: bool
-) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, stand-in) for all experts that the kernel can serve; always: in all passes."""
+) -> dict[nn.Module, nn.Module]:
+    """By module, for all experts that the kernel can serve; always: in all passes."""
     own: dict[str, Any] = {"tinyspec_context": context, "tinyspec_always": always}
     own |= {"tinyspec_slots": 0}
-    return [
-        (parent, name, standing_in(child, KernelExperts, **own))
-        for parent, name, child in children(model)
-        if _servable(child)
-    ]
+    return {m: standing_in(m, KernelExperts, **own) for m in model.modules() if _servable(m)}

@@ -5,7 +5,7 @@ Knows which module stands in for which, not how they are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -72,15 +72,13 @@ class ServedModel:
         ]
         self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
 
-    def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        """Replace ``parent``'s child ``name`` by ``module``."""
-        self.swapped.append(Swapped(parent, name, parent.get_submodule(name), module))
-        parent._modules[name] = module
-
-    def swap_all(self, stand_ins: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
-        """``swap`` of each (parent, name, module)."""
-        for parent, name, module in stand_ins:
-            self.swap(parent, name, module)
+    def swap(self, made: Mapping[nn.Module, nn.Module]) -> None:
+        """Let modules stand in for those by which they are found, wherever these are."""
+        for parent in list(self.model.modules()):
+            for name, own in list(parent._modules.items()):
+                if own is not None and own in made:
+                    self.swapped.append(Swapped(parent, name, own, made[own]))
+                    parent._modules[name] = made[own]
 
     def undo(self, kept: int) -> None:
         """Undo all swaps but the first ``kept``."""
