@@ -25,7 +25,6 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import (
     AttentionCall,
     AttentionContext,
-    Layer,
     ModuleCall,
     PagedAttention,
     PendingRope,
@@ -172,7 +171,7 @@ class Trial:
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
         context.k, context.v = (context.autocast.cast(like.new_zeros(cache)) for _ in range(2))
-        context.layers = [Layer("", module, Reach())]
+        context.layers = [replace(self.call, module=module, reach=Reach())]
         args, kwargs, *_ = self.given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]

@@ -6,7 +6,8 @@ Knows modules, nothing of passes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,6 @@ from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model import openmp
 from tinyspec.model.attention import (
     IMPLEMENTATION,
-    Layer,
     PagedAttention,
     paged_attention_function,
 )
@@ -65,29 +65,16 @@ def _counts_positions(module: nn.Module) -> bool:
     return "position_ids" in takes and any(name.endswith("_length") for name in takes)
 
 
-def _always_swapped(model: nn.Module) -> list[nn.Module]:
-    """The modules that are replaced in every model, or left out, and would lose their hooks."""
-    return [
-        module
-        for module in model.modules()
-        if _is_rotary(module)
-        or _counts_positions(module)
-        or (is_compiled(module) and has_hooks(module))
-    ]
+def _is_always_swapped(module: nn.Module) -> bool:
+    """Whether a module is replaced in every model, or left out, and would lose its hooks."""
+    left_out = is_compiled(module) and has_hooks(module)
+    return left_out or _is_rotary(module) or _counts_positions(module)
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
-    could be served."""
-    if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
-        raise UnsupportedEnvironmentError(shortage)
-    reason = (
-        refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
-    )
-    if reason is None and not any(map(calls_interface, model.modules())):
-        reason = "its attention does not go through transformers' attention interface"
-    if reason is not None:
-        raise unsupported(model, reason)
+def _interface_refusal(model: PreTrainedModel) -> str | None:
+    if any(map(calls_interface, model.modules())):
+        return None
+    return "its attention does not go through transformers' attention interface"
 
 
 def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str | None:
@@ -101,16 +88,6 @@ def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str 
     return None
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(module): name for name, module in model.named_modules()}
-
-
-def _swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
-    """Which hook or own forward of the modules that are replaced would no longer run, or None."""
-    names = _names(model)
-    return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
-
-
 def install(
     model: PreTrainedModel,
     config: EngineConfig,
@@ -122,12 +99,20 @@ def install(
     config: resolved. root: what ``model`` is a part of, which gets a shadow with it. autocast: the
     dtype to which its forward casts, if any.
 
-    Raises as ``refuse_unsupported``.
+    Raises UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
+    could be served.
     """
     assert config.max_model_len and config.max_rows
-    refuse_unsupported(model)
-    reason = length_refusal(model, config.max_model_len, config.max_rows)
-    reason = reason or _autocast_refusal(model, autocast)
+    if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
+        raise UnsupportedEnvironmentError(shortage)
+    reason = (
+        refusal(model)
+        or loading_refusal(model)
+        or swap_refusal(model, filter(_is_always_swapped, model.modules()))
+        or _interface_refusal(model)
+        or length_refusal(model, config.max_model_len, config.max_rows)
+        or _autocast_refusal(model, autocast)
+    )
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
@@ -186,12 +171,12 @@ def _swap_attention(served: ServedModel, last: int) -> None:
     for stand_in in made.values():
         if isinstance(stand_in, PagedAttention) and stand_in.has_norm:
             swapped += [stand_in.q_norm, stand_in.k_norm]
-    if (reason := _swap_refusal(model, swapped)) is not None:
+    if (reason := swap_refusal(model, swapped)) is not None:
         raise unsupported(model, reason)
-    names = _names(model)
+    names = {module: name for name, module in model.named_modules()}
     served.swap(made)
     served.layers += [call.shape for call in calls]
     served.keeps_logits = keeps_logits
     for call in calls:
         module = made.get(call.module, call.module)
-        context.layers.append(Layer(names[id(call.module)], module, call.reach))
+        context.layers.append(replace(call, name=names[call.module], module=module))
