@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,97 +62,74 @@ def _with(module: nn.Module, **tables: Any) -> nn.Module:
 
 
 class LayerTrial:
-    """Of modules that are called with hidden states ``like``; those of one kind are tried once."""
+    """Layers, norms and MLPs by themselves and by their stand-ins, with hidden states ``like`` those
+    of the model; those of one kind are tried once."""
 
-    def __init__(self, like: Tensor):
-        self._like = like
+    def __init__(self) -> None:
         self._context = AttentionContext()
         self._context.kernels = backend.load("torch")
         self._tried: dict[Hashable, Any] = {}
 
-    def offset(self, norm: nn.Module) -> bool | None:
+    def offset(self, norm: nn.Module, like: Tensor) -> bool | None:
         """Whether a norm's weights are stored less one; None where it is no norm of the kernel."""
 
-        def run(dtype: torch.dtype, offset: bool | None = None) -> list[Tensor]:
-            weight = 1 + self._rows(torch.float32)[0, SIZES].tanh() / 4
-            scratch = nn.Parameter(weight.to(dtype), requires_grad=False)
+        def run(x: Tensor, offset: bool | None = None) -> list[Tensor]:
+            weight = (1 + x[0, SIZES].tanh() / 4).to(x.dtype)
+            scratch = nn.Parameter(weight, requires_grad=False)
             made = _with(norm, _parameters={"weight": scratch})
-            if offset is not None:
-                made = fused_norm(made, self._context, offset)
-            return [made(self._rows(dtype))]
+            return [(made if offset is None else fused_norm(made, self._context, offset))(x)]
 
-        return self._first_close(norm, run, OFFSETS)
+        return self._first_close(norm, like, run, OFFSETS)
 
-    def activation(self, mlp: nn.Module) -> str | None:
+    def activation(self, mlp: nn.Module, like: Tensor) -> str | None:
         """The activation of a gated MLP; None where it is none of the kernel."""
 
-        def run(dtype: torch.dtype, activation: str | None = None) -> list[Tensor]:
-            rows = self._rows(dtype)
-            products = [_Part(rows.roll(turn, 1) / SMALLER) for turn in (4, 8, 12)]
+        def run(x: Tensor, activation: str | None = None) -> list[Tensor]:
+            products = [_Part(x.roll(turn, 1) / SMALLER) for turn in (4, 8, 12)]
             parts = dict(zip(PRODUCTS, products, strict=True))
             made = _with(mlp, _modules={**parts, "act_fn": mlp.act_fn})
-            if activation is not None:
-                made = fused_mlp(made, self._context, activation)
-            return [made(rows), *(call.hidden for part in products for call in part.calls)]
+            out = (made if activation is None else fused_mlp(made, self._context, activation))(x)
+            return [out, *(call.hidden for part in products for call in part.calls)]
 
-        return self._first_close(mlp, run, ACTIVATIONS)
+        return self._first_close(mlp, like, run, ACTIVATIONS)
 
     def is_wired(self, layer: nn.Module, given: ModuleCall) -> bool:
         """Whether a layer gives its parts, and returns, what its stand-in does."""
 
-        def run() -> bool:
-            x = self._rows(self._like.dtype)
+        def run() -> bool | None:
+            x = _rows(given.hidden, given.hidden.dtype)
             a, b, c, d = (x.roll(turn, 1) / SMALLER for turn in (4, 8, 12, 16))
             norm, attention, second, mlp = parts = _Part(a), _Part((b, None)), _Part(c), _Part(d)
             names = NORMS[0], "self_attn", NORMS[1], "mlp"
             args, kwargs, *_ = given.of(x)
             out = _with(layer, _modules=dict(zip(names, parts, strict=True)))(*args, **kwargs)
-            return (
-                len(args) <= 1
-                and _gets(norm, x, {})
-                and _gets(attention, a, {k: v for k, v in kwargs.items() if v is not x})
-                and _gets(second, x + b, {})
-                and _gets(mlp, c, {})
-                and same_bits(out, x + b + d)
-            )
+            others = {name: held for name, held in kwargs.items() if held is not x}
+            gets = _gets(norm, x) and _gets(attention, a, **others)
+            gets = gets and _gets(second, x + b) and _gets(mlp, c)
+            return (gets and len(args) <= 1 and same_bits(out, x + b + d)) or None
 
         key = own_kind(layer), *map(described, given[:2])
-        return bool(self._once(layer, key, lambda: run() or None))
-
-    def norms(
-        self, norms: Iterable[nn.Module], context: AttentionContext
-    ) -> dict[nn.Module, nn.Module]:
-        """The stand-ins of norms that have one."""
-        offsets = {norm: self.offset(norm) for norm in norms}
-        return {n: fused_norm(n, context, o) for n, o in offsets.items() if o is not None}
-
-    def layer(
-        self, layer: nn.Module, given: ModuleCall, context: AttentionContext
-    ) -> dict[nn.Module, nn.Module]:
-        """The stand-ins of a layer that has one, and of its parts."""
-        mlp = layer.get_submodule("mlp")
-        if not self.is_wired(layer, given) or (activation := self.activation(mlp)) is None:
-            return {}
-        norms = self.norms(map(layer.get_submodule, NORMS), context)
-        if len(norms) < len(NORMS):
-            return {}
-        return {**norms, mlp: fused_mlp(mlp, context, activation), layer: fused_layer(layer)}
+        return bool(self._once(layer, key, run))
 
     def _first_close(
-        self, module: nn.Module, run: Callable[..., list[Tensor]], forms: Iterable[Any]
+        self,
+        module: nn.Module,
+        like: Tensor,
+        run: Callable[..., list[Tensor]],
+        forms: Iterable[Any],
     ) -> Any:
         """The first form in which ``run`` gives what it gives without one; None if none does."""
 
         def first() -> Any:
-            dtypes = dict.fromkeys((self._like.dtype, torch.float32))
-            own = [x for dtype in dtypes for x in run(dtype)]
+            rows = [_rows(like, dtype) for dtype in dict.fromkeys((like.dtype, torch.float32))]
+            own = [x for given in rows for x in run(given)]
             for form in forms:
-                found = [x for dtype in dtypes for x in run(dtype, form)]
+                found = [x for given in rows for x in run(given, form)]
                 if len(found) == len(own) and all(map(close, found, own)):
                     return form
             return None
 
-        return self._once(module, kind_of(module), first)
+        return self._once(module, (kind_of(module), described(like)), first)
 
     def _once(self, module: nn.Module, key: Hashable, find: Callable[[], Any]) -> Any:
         """What ``find`` returned for this kind; None where it raised."""
@@ -166,24 +142,21 @@ class LayerTrial:
                 logger.info("%s keeps its own forward: fused kernels compute something else", kind)
         return self._tried[key]
 
-    def _rows(self, dtype: torch.dtype) -> Tensor:
-        return probe_rows(tuple(self._like.shape[2:]), dtype, self._like.device)[None]
+
+def _rows(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return probe_rows(tuple(like.shape[2:]), dtype, like.device)[None]
 
 
-def _gets(part: _Part, rows: Tensor, others: dict[str, Any]) -> bool:
-    """Whether a part was called once, with these rows and these other arguments."""
+def _gets(part: _Part, rows: Tensor, **others: Any) -> bool:
+    """Whether a part was called once, with these rows and these very other arguments, but for those
+    that stand for nothing."""
     (call,) = part.calls
-    rest = {name: held for name, held in call.kwargs.items() if held is not call.hidden}
-    return len(call.args) <= 1 and same_bits(call.hidden, rows) and _same(rest, others)
-
-
-def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether keyword arguments are the same objects, but for those that stand for nothing."""
-    some, others = (
-        {k: v for k, v in given.items() if v is not None and v is not False}
-        for given in (some, others)
+    more = {k: v for k, v in call.kwargs.items() if v is not call.hidden}
+    ids, expected = (
+        {name: id(held) for name, held in given.items() if held is not None and held is not False}
+        for given in (more, others)
     )
-    return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
+    return len(call.args) <= 1 and same_bits(call.hidden, rows) and ids == expected
 
 
 def _may_have_one(module: nn.Module, given: list[ModuleCall]) -> bool:
@@ -213,28 +186,32 @@ def layer_stand_ins(
     inside = {part for layer in layers for part in layer.modules()}
     norms = [module for module in model.modules() if module not in inside and is_norm(module)]
     calls = module_calls(model, [*layers, *norms], last)
-    trials: dict[Hashable, LayerTrial] = {}
-    made: dict[nn.Module, nn.Module] = {}
+    trial, made = LayerTrial(), dict[nn.Module, nn.Module]()
 
-    def tried(module: nn.Module) -> dict[nn.Module, nn.Module]:
-        if not _may_have_one(module, calls[module]):
-            return {}
-        (given,) = calls[module]
-        trial = trials.setdefault(described(given.hidden), LayerTrial(given.hidden))
-        if module in norms:
-            return trial.norms([module], context)
-        return trial.layer(module, given, context)
+    def with_norms(norms: Iterable[nn.Module], like: Tensor) -> bool:
+        """Whether all norms have a stand-in, which are made then."""
+        offsets = {norm: trial.offset(norm, like) for norm in norms}
+        if None in offsets.values():
+            return False
+        made.update((norm, fused_norm(norm, context, bool(o))) for norm, o in offsets.items())
+        return True
 
     for layer in layers:
-        made |= tried(layer)
+        if not _may_have_one(layer, calls[layer]) or not trial.is_wired(layer, calls[layer][0]):
+            continue
+        like, mlp = calls[layer][0].hidden, layer.get_submodule("mlp")
+        activation = trial.activation(mlp, like)
+        if activation is not None and with_norms(map(layer.get_submodule, NORMS), like):
+            made |= {mlp: fused_mlp(mlp, context, activation), layer: fused_layer(layer)}
     for layer in filter(made.__contains__, layers):
         following = _following(calls, layer)
         for norm in following:
-            if norm in norms and norm not in made:
-                made |= tried(norm)
-        if len(following) == 1 and not _hooks_between(model, layer, *following):
+            if norm in norms and _may_have_one(norm, calls[norm]):
+                with_norms([norm], calls[norm][0].hidden)
+        if len(following) == 1 and not any(map(has_hooks, model.modules())):
             (after,) = following
             norm = after if after in norms else after.get_submodule(NORMS[0])
+            # A hook might change what the layer returns before that.
             vars(made[layer])["tinyspec_next"] = made.get(norm)
     return made
 
@@ -245,11 +222,3 @@ def _following(calls: dict[nn.Module, list[ModuleCall]], layer: nn.Module) -> li
     if not isinstance(output, Tensor) or not same_bits(output, copy):
         return []
     return [module for module, given in calls.items() for call in given if call.hidden is output]
-
-
-def _hooks_between(model: nn.Module, layer: nn.Module, after: nn.Module) -> bool:
-    """Whether a hook might change what a layer returns before ``after`` is called with it."""
-    names = {module: name for name, module in model.named_modules()}
-    paths = (accumulate(names[one].split("."), "{}.{}".format) for one in (layer, after))
-    passed = set.symmetric_difference(*map(set, paths))
-    return any(map(has_hooks, map(model.get_submodule, passed)))
