@@ -62,8 +62,8 @@ def _with(module: nn.Module, **tables: Any) -> nn.Module:
 
 
 class LayerTrial:
-    """Layers, norms and MLPs by themselves and by their stand-ins, with hidden states ``like`` those
-    of the model; those of one kind are tried once."""
+    """Tries layers, norms and MLPs by themselves and by their stand-ins, those of one kind once.
+    like: hidden states that they are called with."""
 
     def __init__(self) -> None:
         self._context = AttentionContext()
