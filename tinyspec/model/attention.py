@@ -102,13 +102,6 @@ class PendingRope(NamedTuple):
     interleaved: bool
 
 
-# Of a context, what one pass has for itself.
-STATE = (
-    *("k", "v", "metadata", "slot_mapping", "positions", "tape", "thread", "ahead"),
-    *("_pending", "_calls"),
-)
-
-
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
@@ -169,11 +162,11 @@ class AttentionContext:
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a pass: what makes a block that goes on from here, in any thread, also
         after the pass has ended."""
-        kept = {name: getattr(self, name) for name in STATE}
+        kept = dict(vars(self))
 
         @contextmanager
         def block() -> Iterator[None]:
-            before = {name: getattr(self, name) for name in STATE}
+            before = dict(vars(self))
             vars(self).update(kept, thread=get_ident())
             try:
                 yield

@@ -71,6 +71,7 @@ class ServedModel:
             (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
         ]
         self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
+        self._own = self._attributes()
 
     def swap(self, made: Mapping[nn.Module, nn.Module]) -> None:
         """Let modules stand in for those by which they are found, wherever these are."""
@@ -129,15 +130,17 @@ class ServedModel:
 
     def counters(self) -> set[str]:
         """Names of attributes that passes have changed, which are no settings."""
-        names = {id(m): name for tree in (self.outline.root, self.user) for name, m in named(tree)}
-        now = {name: vars(m) for tree in (self.root, self.model) for name, m in named(tree)}
+        now = self._attributes()
+        return {name for name, held in self._own.items() if now.get(name, held) is not held}
+
+    def _attributes(self) -> dict[str, Any]:
+        """By name, what a pass may count with or keep on modules."""
+        names = {m: name for tree in (self.root, self.model) for name, m in named(tree)}
         return {
-            f"{name}.{key}".lstrip(".")
-            for module, before in self.outline.attributes()
-            if (held := now.get(name := names[id(module)])) is not None
-            for key, value in before.items()
-            if isinstance(value, COUNTED) and held.get(key, value) is not value
-            if key not in IDLE
+            f"{name}.{key}".lstrip("."): value
+            for module, name in names.items()
+            for key, value in vars(module).items()
+            if isinstance(value, COUNTED) and key not in IDLE
         }
 
 

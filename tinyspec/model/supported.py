@@ -50,8 +50,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-# transformers' own attention functions: the same attention by different kernels.
-SAME_ATTENTION = [f"{kind}_attention_forward" for kind in ("eager_paged", "flash", "flex", "sdpa")]
 # Introspection and the parity check run at so many positions, whatever max_model_len is.
 LEAST_POSITIONS = 64
 # What configs call the longest sequence.
@@ -232,8 +230,7 @@ def _own_attention(model: PreTrainedModel) -> str | None:
         return None
     function = getattr(function, "func", function)  # of a partial
     module = getattr(function, "__module__", "") or ""
-    same = getattr(function, "__name__", "") in SAME_ATTENTION
-    if same and module.split(".")[0] == "transformers":
+    if module.startswith("transformers."):
         return None
     called = f"{module}.{getattr(function, '__qualname__', function)}"
     return f"its attn_implementation {name!r} is {called}, which paged attention would not call"
