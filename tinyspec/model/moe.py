@@ -143,6 +143,8 @@ def _servable(module: Any) -> bool:
     known = {"act_fn", NORM} if _has_norm(module) else {"act_fn"}
     if getattr(module, "_is_expert_parallel", False) or not module._modules.keys() <= known:
         return False
+    if any(isinstance(held, Tensor) for held in vars(module).values()):  # which no digest reads
+        return False
     names = _first(module), "down_proj"
     weights: list[Any] = [getattr(module, name, None) for name in names]
     biases: list[Any] = [getattr(module, f"{name}_bias", None) for name in names if module.has_bias]
