@@ -146,16 +146,12 @@ def _servable(module: Any) -> bool:
     if any(isinstance(held, Tensor) for held in vars(module).values()):  # which no digest reads
         return False
     names = _first(module), "down_proj"
-    weights: list[Any] = [getattr(module, name, None) for name in names]
-    biases: list[Any] = [getattr(module, f"{name}_bias", None) for name in names if module.has_bias]
-    dtypes = {getattr(tensor, "dtype", None) for tensor in (*weights, *biases)}
-    return (
-        len(dtypes) == 1
-        and dtypes <= set(KERNEL_DTYPES)
-        and not any(is_packed(tensor) for tensor in (*weights, *biases))
-        and all(weight.dim() == 3 for weight in weights)
-        and all(bias.dim() == 2 for bias in biases)
-    )
+    axes = dict.fromkeys(names, 3) | {f"{name}_bias": 2 for name in names if module.has_bias}
+    held = [getattr(module, name, None) for name in axes]
+    plain = [x for x in held if isinstance(x, Tensor) and not is_packed(x)]
+    dtypes = {x.dtype for x in plain}
+    whole = [x.dim() for x in plain] == list(axes.values())
+    return whole and len(dtypes) == 1 and dtypes <= set(KERNEL_DTYPES)
 
 
 def kernel_experts(model: nn.Module) -> dict[str, KernelExperts]:
