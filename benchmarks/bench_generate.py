@@ -60,8 +60,10 @@ def model_for(dtype: str, smoke: bool, side: str) -> Any:
     """The same weights for all sides; a model for each, as engine and manager change theirs."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
     if side.endswith(SAME_LINEARS):
-        for parent, name, linear in cpu_stand_ins(model, FastMode(on=True)):
-            setattr(parent, name, linear)
+        made = cpu_stand_ins(model, FastMode(on=True))
+        for parent in list(model.modules()):
+            for name, own in list(parent.named_children()):
+                setattr(parent, name, made.get(own, own))
     return model
 
 

@@ -117,7 +117,7 @@ def recorded(found: Launches) -> Iterator[None]:
 def _as_on_a_gpu() -> Iterator[None]:
     """Engines that are made here have the modules of a GPU's."""
     with (
-        patch.object(install, "cpu_stand_ins", lambda *_: ()),
+        patch.object(install, "cpu_stand_ins", lambda *_: {}),
         patch.object(install, "fuses_layers", lambda _: True),
     ):
         yield

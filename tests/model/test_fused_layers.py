@@ -16,13 +16,14 @@ from tests.support.tiny import tiny
 from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import install
-from tinyspec.model.fused_layer import Form, FusedLayer, FusedNorm, GatedMlp
+from tinyspec.model.fused_layer import FusedLayer, FusedNorm, GatedMlp
 
 CONFIG = EngineConfig(reference_rows=16, max_model_len=256)
-SILU = Form(unit_offset=False, activation="silu")
+# Whether weights of norms are stored less one, and the activation.
+SILU = False, "silu"
 FORMS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "ministral", "smollm3"), SILU),
-    "gemma": Form(unit_offset=True, activation="gelu_tanh"),
+    "gemma": (True, "gelu_tanh"),
 }
 # Of another structure, and of this one but not its function.
 OTHERS = ("gpt2", "phi3", "gemma2", "olmo2", "qwen3_moe")
@@ -70,8 +71,7 @@ def test_which_layers(family, dtype, forced):
         for layer in layers:
             norm, mlp = layer.post_attention_layernorm, layer.mlp
             assert isinstance(norm, FusedNorm) and isinstance(mlp, GatedMlp)
-            found = Form(norm.tinyspec_unit_offset, mlp.tinyspec_activation)
-            assert found == FORMS[family]
+            assert (norm.tinyspec_unit_offset, mlp.tinyspec_activation) == FORMS[family]
         # Every layer computes the next one's first norm, the last one the norm behind it.
         norms = [layer.input_layernorm for layer in layers]
         following = [*norms, served.base_model.norm][1:]

@@ -127,14 +127,3 @@ def test_recording_leaves_generators_and_modes_alone():
     with Engine(model):
         assert torch.equal(torch.rand(2), expected)
     assert model.transformer.drop.training and model.training
-
-
-def test_a_release_without_the_table_of_masks_is_refused(monkeypatch):
-    """Removed where transformers has it: in the class and in the class that it inherits from."""
-    model = tiny("llama")
-    for owner in AttentionMaskInterface.__mro__:
-        if "_global_mapping" in vars(owner):
-            monkeypatch.delattr(owner, "_global_mapping")
-    with pytest.raises(UnsupportedModelError, match=r"AttentionMaskInterface\._global_mapping"):
-        Engine(model)
-    assert not hasattr(model, "_tinyspec")

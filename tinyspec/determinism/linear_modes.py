@@ -36,7 +36,7 @@ class LinearModes:
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
         linear = self._served.autocast.casting(self._runner.kernels.linear)
-        self._served.swap_all(kernel_stand_ins(model, linear, names))
+        self._served.swap(kernel_stand_ins(model, linear, names))
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 

@@ -59,10 +59,11 @@ def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[s
     once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        for table in (module._parameters, module._buffers, vars(module)):
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        if top_package(type(module)) != "tinyspec":
+            tables.append(vars(module))
+        for table in tables:
             for key, value in table.items():
-                if key.startswith("tinyspec_"):  # what our own modules compute of them
-                    continue
                 if isinstance(value, Tensor) and id(value) not in seen:
                     full = f"{name}.{key}".lstrip(".")
                     if full not in ignored:

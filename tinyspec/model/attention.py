@@ -45,29 +45,24 @@ class Reach:
     chunk: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionCall:
-    """One attention call of a forward; scale: of the scores."""
+    """One attention call of a forward, by a module of this name; scale: of the scores."""
 
     module: nn.Module
     shape: LayerShape
     reach: Reach
     scale: float
-
-
-class Layer(NamedTuple):
-    """What is expected of an attention call of a pass: the calling module, the keys of its rows."""
-
-    name: str
-    module: nn.Module
-    reach: Reach
+    name: str = ""
 
 
 class ModuleCall(NamedTuple):
-    """The arguments of one call of an attention module."""
+    """One call of a module: its arguments, and what it returned; copy: of a tensor, then."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    output: Any = None
+    copy: Any = None
 
     @property
     def hidden(self) -> Any:
@@ -120,7 +115,7 @@ class AttentionContext:
         self.autocast = autocast
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
-        self.layers: list[Layer] = []
+        self.layers: list[AttentionCall] = []
         self.recorder: Attend | None = None
         self.metadata: AttentionMetadata | None = None
         self.positions: Tensor | None = None
@@ -206,7 +201,7 @@ class AttentionContext:
             )
         return rope
 
-    def _next(self, module: nn.Module) -> Layer:
+    def _next(self, module: nn.Module) -> AttentionCall:
         """The record of this attention call; RuntimeError if it is another module's."""
         recorded = self.layers[self._calls : self._calls + 1]
         if not recorded or recorded[0].module is not module:

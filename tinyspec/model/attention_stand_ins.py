@@ -25,7 +25,6 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import (
     AttentionCall,
     AttentionContext,
-    Layer,
     ModuleCall,
     PagedAttention,
     PendingRope,
@@ -172,8 +171,8 @@ class Trial:
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
         context.k, context.v = (context.autocast.cast(like.new_zeros(cache)) for _ in range(2))
-        context.layers = [Layer("", module, Reach())]
-        args, kwargs = self.given
+        context.layers = [replace(self.call, module=module, reach=Reach())]
+        args, kwargs, *_ = self.given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]
         before = _contents(tables)
@@ -267,7 +266,13 @@ def stand_ins(
             continue
         if not isinstance(arguments[0].hidden, Tensor):
             continue
-        key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
+        key = (
+            kind_of(module),
+            *map(described, arguments[0][:2]),
+            call.shape,
+            call.scale,
+            call.reach,
+        )
         if key not in tried:
             trial = Trial(call, arguments[0], context.autocast)
             makes = [make for way in WAYS for make in way(trial)]

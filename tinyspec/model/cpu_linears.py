@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.model.gradients import product
-from tinyspec.model.linears import SharedLinear, children, is_plain
+from tinyspec.model.linears import SharedLinear, is_plain
 
 
 @dataclass
@@ -196,16 +196,16 @@ def _works() -> bool:
 
 def cpu_stand_ins(
     model: nn.Module, fast_mode: FastMode | None = None
-) -> list[tuple[nn.Module, str, CpuLinear]]:
-    """(parent, name, stand-in) for every plain ``nn.Linear`` on a CPU whose dtype has one."""
+) -> dict[nn.Module, nn.Module]:
+    """By module, for every plain ``nn.Linear`` on a CPU whose dtype has one."""
     kinds: dict[torch.dtype, type[CpuLinear]] = {}
     if _works():
         kinds[torch.float32] = OneDnnLinear
     if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
         kinds[torch.bfloat16] = TransposedLinear
-    return [
-        (parent, name, kinds[child.weight.dtype](child, fast_mode))
-        for parent, name, child in children(model)
-        if is_plain(child) and type(child) is nn.Linear
-        if child.weight.device.type == "cpu" and child.weight.dtype in kinds
-    ]
+    return {
+        module: kinds[module.weight.dtype](module, fast_mode)
+        for module in model.modules()
+        if is_plain(module) and type(module) is nn.Linear
+        if module.weight.device.type == "cpu" and module.weight.dtype in kinds
+    }

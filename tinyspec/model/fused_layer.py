@@ -10,7 +10,7 @@ structure of a layer; no model by name.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,14 +90,6 @@ def fused_norm(norm: nn.Module, context: AttentionContext, unit_offset: bool) ->
     return standing_in(norm, FusedNorm, **own)
 
 
-class Form(NamedTuple):
-    """What a layer's structure does not show: its norms' weights are stored less one; the name of
-    its activation, as the ``gated`` kernel has it."""
-
-    unit_offset: bool
-    activation: str
-
-
 class GatedMlp(nn.Module):
     """A gated MLP whose activation and product are one kernel."""
 
@@ -145,17 +137,14 @@ class FusedLayer(nn.Module):
         return following.add_ahead(x, residual)
 
 
-def fused_parts(layer: nn.Module, context: AttentionContext, form: Form) -> dict[str, nn.Module]:
-    """The stand-ins of a layer's norms and MLP, by name."""
-    own = {"tinyspec_context": context, "tinyspec_activation": form.activation}
-    parts = {name: layer.get_submodule(name) for name in (*NORMS, "mlp")}
-    mlp = standing_in(parts.pop("mlp"), GatedMlp, **own)
-    norms = {name: fused_norm(norm, context, form.unit_offset) for name, norm in parts.items()}
-    return {**norms, "mlp": mlp}
+def fused_mlp(mlp: nn.Module, context: AttentionContext, activation: str) -> GatedMlp:
+    """The stand-in of an MLP; activation: as the ``gated`` kernel names it."""
+    own = {"tinyspec_context": context, "tinyspec_activation": activation}
+    return standing_in(mlp, GatedMlp, **own)
 
 
 def fused_layer(layer: nn.Module) -> FusedLayer:
-    """The stand-in of a layer, which shares its children: those of ``fused_parts`` go there."""
+    """The stand-in of a layer, which shares its children: the stand-ins of these go there."""
     return standing_in(layer, FusedLayer, tinyspec_next=None)
 
 

@@ -6,7 +6,8 @@ Knows modules, nothing of passes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,23 +22,14 @@ from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model import openmp
 from tinyspec.model.attention import (
     IMPLEMENTATION,
-    Layer,
     PagedAttention,
     paged_attention_function,
 )
 from tinyspec.model.attention_stand_ins import stand_ins
 from tinyspec.model.cpu_linears import cpu_stand_ins
-from tinyspec.model.fused_layer import (
-    Form,
-    FusedLayer,
-    FusedNorm,
-    fused_layer,
-    fused_norm,
-    fused_parts,
-)
 from tinyspec.model.introspection import attention_calls, module_calls
-from tinyspec.model.layer_trial import Layers, layer_forms, link
-from tinyspec.model.linears import calls_interface, children, kernel_stand_ins
+from tinyspec.model.layer_trial import layer_stand_ins
+from tinyspec.model.linears import calls_interface, kernel_stand_ins
 from tinyspec.model.moe import expert_stand_ins
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
@@ -73,24 +65,16 @@ def _counts_positions(module: nn.Module) -> bool:
     return "position_ids" in takes and any(name.endswith("_length") for name in takes)
 
 
-def _always_swapped(model: nn.Module) -> list[nn.Module]:
-    """The modules that are replaced in every model, or left out, and would lose their hooks."""
-    found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
-    return found + [m for m in model.modules() if is_compiled(m) and has_hooks(m)]
+def _is_always_swapped(module: nn.Module) -> bool:
+    """Whether a module is replaced in every model, or left out, and would lose its hooks."""
+    left_out = is_compiled(module) and has_hooks(module)
+    return left_out or _is_rotary(module) or _counts_positions(module)
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
-    could be served."""
-    if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
-        raise UnsupportedEnvironmentError(shortage)
-    reason = (
-        refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
-    )
-    if reason is None and not any(map(calls_interface, model.modules())):
-        reason = "its attention does not go through transformers' attention interface"
-    if reason is not None:
-        raise unsupported(model, reason)
+def _interface_refusal(model: PreTrainedModel) -> str | None:
+    if any(map(calls_interface, model.modules())):
+        return None
+    return "its attention does not go through transformers' attention interface"
 
 
 def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str | None:
@@ -104,16 +88,6 @@ def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str 
     return None
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(module): name for name, module in model.named_modules()}
-
-
-def _swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
-    """Which hook or own forward of the modules that are replaced would no longer run, or None."""
-    names = _names(model)
-    return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
-
-
 def install(
     model: PreTrainedModel,
     config: EngineConfig,
@@ -125,12 +99,20 @@ def install(
     config: resolved. root: what ``model`` is a part of, which gets a shadow with it. autocast: the
     dtype to which its forward casts, if any.
 
-    Raises as ``refuse_unsupported``.
+    Raises UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
+    could be served.
     """
     assert config.max_model_len and config.max_rows
-    refuse_unsupported(model)
-    reason = length_refusal(model, config.max_model_len, config.max_rows)
-    reason = reason or _autocast_refusal(model, autocast)
+    if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
+        raise UnsupportedEnvironmentError(shortage)
+    reason = (
+        refusal(model)
+        or loading_refusal(model)
+        or swap_refusal(model, filter(_is_always_swapped, model.modules()))
+        or _interface_refusal(model)
+        or length_refusal(model, config.max_model_len, config.max_rows)
+        or _autocast_refusal(model, autocast)
+    )
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
@@ -155,27 +137,26 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     model, context, positions = served.model, served.context, config.max_model_len
     assert positions
     if config.linear != "never":
-        served.swap_all(expert_stand_ins(model, context, config.linear == "always"))
+        served.swap(expert_stand_ins(model, context, config.linear == "always"))
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    for parent, name, module in children(model):
-        if _counts_positions(module):
-            served.swap(parent, name, given_positions(module, context))
-        elif _is_rotary(module):
-            served.swap(parent, name, rope_table(module, max(positions, LEAST_POSITIONS), like))
+    length = max(positions, LEAST_POSITIONS)
+    modules = list(model.modules())
+    served.swap({m: given_positions(m, context) for m in modules if _counts_positions(m)})
+    served.swap({m: rope_table(m, length, like) for m in modules if _is_rotary(m)})
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
-    # Recorded before there are modules that run in passes only.
-    layers = Layers({}, {})
+    # Made before there are modules that run in passes only.
+    layers: dict[nn.Module, nn.Module] = {}
     if fuses_layers(config) and served.autocast.dtype is None:
         with TorchState(model.device)():
-            layers = layer_forms(model, last)
+            layers = layer_stand_ins(model, context, last)
     _swap_attention(served, last)
-    _swap_layers(served, layers)
+    served.swap(layers)
     if config.linear == "always":
         linear = served.autocast.casting(backend.load(config.backend).linear)
-        served.swap_all(kernel_stand_ins(model, linear))
+        served.swap(kernel_stand_ins(model, linear))
     if served.autocast.dtype is None:  # which they would not follow
-        served.swap_all(cpu_stand_ins(model, served.fast_mode))
+        served.swap(cpu_stand_ins(model, served.fast_mode))
 
 
 def _swap_attention(served: ServedModel, last: int) -> None:
@@ -190,35 +171,12 @@ def _swap_attention(served: ServedModel, last: int) -> None:
     for stand_in in made.values():
         if isinstance(stand_in, PagedAttention) and stand_in.has_norm:
             swapped += [stand_in.q_norm, stand_in.k_norm]
-    if (reason := _swap_refusal(model, swapped)) is not None:
+    if (reason := swap_refusal(model, swapped)) is not None:
         raise unsupported(model, reason)
-    names = _names(model)
-    for parent, name, module in children(model):
-        if module in made:
-            served.swap(parent, name, made[module])
+    names = {module: name for name, module in model.named_modules()}
+    served.swap(made)
     served.layers += [call.shape for call in calls]
     served.keeps_logits = keeps_logits
     for call in calls:
         module = made.get(call.module, call.module)
-        context.layers.append(Layer(names[id(call.module)], module, call.reach))
-
-
-def _swap_layers(served: ServedModel, layers: Layers) -> None:
-    """Replace the layers that have a form, their norms and MLPs, and the norms behind them."""
-    context = served.context
-    made: dict[nn.Module, FusedLayer | FusedNorm] = {}
-    for module, form in layers.forms.items():
-        if isinstance(form, Form):
-            made[module] = fused_layer(module)
-            for name, part in fused_parts(module, context, form).items():
-                served.swap(module, name, part)
-        else:
-            made[module] = fused_norm(module, context, form)
-    for parent, name, module in children(served.model):
-        if module in made:
-            served.swap(parent, name, made[module])
-    names = _names(served.model)
-    for own, behind in layers.following.items():
-        layer, after = made.get(own), made.get(behind)
-        if isinstance(layer, FusedLayer) and after is not None:
-            link(served.model, names, layer, after)
+        context.layers.append(replace(call, name=names[call.module], module=module))

@@ -279,18 +279,19 @@ def _tried(model: PreTrainedModel) -> tuple[list[AttentionCall], bool, str | Non
 def module_calls(
     model: PreTrainedModel, modules: Iterable[nn.Module], last: int
 ) -> dict[nn.Module, list[ModuleCall]]:
-    """The arguments of the calls of ``modules`` in a forward of ``PROBE_ROWS`` rows at positions
+    """The calls of ``modules`` in a forward of ``PROBE_ROWS`` rows at positions
     from 0 to ``last``, with attention recorded."""
     found: dict[nn.Module, list[ModuleCall]] = {module: [] for module in modules}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[module].append(ModuleCall(args, kwargs))
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        copy = output.clone() if isinstance(output, Tensor) else None
+        found[module].append(ModuleCall(args, kwargs, output, copy))
 
     positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
     rows = torch.arange(PROBE_ROWS, device="cpu")
     with ExitStack() as hooks:
         for module in found:
-            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
         _forward(model, AttentionRecorder(Masks()).attend, rows, positions)
     return found
 

@@ -1,17 +1,17 @@
 """Which decoder layers run by fused kernels: those whose own forward the twins agree with.
 
-A layer runs as it is and as its stand-in, on random rows and weights of norms, in the model's dtype
-and in fp32. Attention and linears are not tried: what reaches each of them is compared, and what
-the layer makes of random rows from them, up to rounding. Knows no model by name.
+A layer's own forward runs with random rows in the place of what its norms, attention and MLP
+return: each of them must get what the stand-in gives it, bit for bit. Its norms, and its MLP with
+random rows in the place of its linears, run as they are and as their stand-ins, in the model's
+dtype and in fp32, and must agree up to rounding. Knows no model by name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack, suppress
-from itertools import accumulate, product
-from typing import Any, NamedTuple, TypeVar
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,9 @@ from tinyspec.model.attention import AttentionContext, ModuleCall
 from tinyspec.model.fused_layer import (
     NORMS,
     PRODUCTS,
-    Form,
-    FusedLayer,
-    FusedNorm,
     fused_layer,
+    fused_mlp,
     fused_norm,
-    fused_parts,
     is_norm,
     is_pre_norm,
 )
@@ -40,10 +37,8 @@ from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
 OFFSETS = (False, True)
-FORMS = tuple(Form(offset, activation) for offset, activation in product(OFFSETS, ACTIVATIONS))
 # So many times smaller are the rows of attention and linears: the product of two fits fp16.
 SMALLER = 64.0
-T = TypeVar("T")
 
 
 class _Part(nn.Module):
@@ -59,190 +54,171 @@ class _Part(nn.Module):
         return self.result
 
 
-class LayerTrial:
-    """A layer's or norm's call ``given``, made with random rows by itself and by its stand-in."""
+def _with(module: nn.Module, **tables: Any) -> nn.Module:
+    """The module with other children or parameters."""
+    made = shell(module, type(module))
+    vars(made).update(tables)
+    return made
 
-    def __init__(self, module: nn.Module, given: ModuleCall):
-        self._module, self._given = module, given
-        self._like: Tensor = given.hidden
+
+class LayerTrial:
+    """Tries layers, norms and MLPs by themselves and by their stand-ins, those of one kind once.
+    like: hidden states that they are called with."""
+
+    def __init__(self) -> None:
         self._context = AttentionContext()
         self._context.kernels = backend.load("torch")
+        self._tried: dict[Hashable, Any] = {}
 
-    def first_close(self, run: Callable[..., list[Any]], forms: Iterable[T]) -> T | None:
-        """The first form in which ``run`` (``layer`` or ``norm``) gives what it gives without one;
-        None if there is none."""
-        dtypes = dict.fromkeys((self._like.dtype, torch.float32))
-        try:
-            own = [run(dtype) for dtype in dtypes]
-        except Exception:  # of whatever kind
-            return None
-        for form in forms:
-            with suppress(Exception):  # also of results that cannot be compared
-                if all(map(_agree, [run(dtype, form) for dtype in dtypes], own)):
+    def offset(self, norm: nn.Module, like: Tensor) -> bool | None:
+        """Whether a norm's weights are stored less one; None where it is no norm of the kernel."""
+
+        def run(x: Tensor, offset: bool | None = None) -> list[Tensor]:
+            weight = (1 + x[0, SIZES].tanh() / 4).to(x.dtype)
+            scratch = nn.Parameter(weight, requires_grad=False)
+            made = _with(norm, _parameters={"weight": scratch})
+            return [(made if offset is None else fused_norm(made, self._context, offset))(x)]
+
+        return self._first_close(norm, like, run, OFFSETS)
+
+    def activation(self, mlp: nn.Module, like: Tensor) -> str | None:
+        """The activation of a gated MLP; None where it is none of the kernel."""
+
+        def run(x: Tensor, activation: str | None = None) -> list[Tensor]:
+            products = [_Part(x.roll(turn, 1) / SMALLER) for turn in (4, 8, 12)]
+            parts = dict(zip(PRODUCTS, products, strict=True))
+            made = _with(mlp, _modules={**parts, "act_fn": mlp.act_fn})
+            out = (made if activation is None else fused_mlp(made, self._context, activation))(x)
+            return [out, *(call.hidden for part in products for call in part.calls)]
+
+        return self._first_close(mlp, like, run, ACTIVATIONS)
+
+    def is_wired(self, layer: nn.Module, given: ModuleCall) -> bool:
+        """Whether a layer gives its parts, and returns, what its stand-in does."""
+
+        def run() -> bool | None:
+            x = _rows(given.hidden, given.hidden.dtype)
+            a, b, c, d = (x.roll(turn, 1) / SMALLER for turn in (4, 8, 12, 16))
+            norm, attention, second, mlp = parts = _Part(a), _Part((b, None)), _Part(c), _Part(d)
+            names = NORMS[0], "self_attn", NORMS[1], "mlp"
+            args, kwargs, *_ = given.of(x)
+            out = _with(layer, _modules=dict(zip(names, parts, strict=True)))(*args, **kwargs)
+            others = {name: held for name, held in kwargs.items() if held is not x}
+            gets = _gets(norm, x) and _gets(attention, a, **others)
+            gets = gets and _gets(second, x + b) and _gets(mlp, c)
+            return (gets and len(args) <= 1 and same_bits(out, x + b + d)) or None
+
+        key = own_kind(layer), *map(described, given[:2])
+        return bool(self._once(layer, key, run))
+
+    def _first_close(
+        self,
+        module: nn.Module,
+        like: Tensor,
+        run: Callable[..., list[Tensor]],
+        forms: Iterable[Any],
+    ) -> Any:
+        """The first form in which ``run`` gives what it gives without one; None if none does."""
+
+        def first() -> Any:
+            rows = [_rows(like, dtype) for dtype in dict.fromkeys((like.dtype, torch.float32))]
+            own = [x for given in rows for x in run(given)]
+            for form in forms:
+                found = [x for given in rows for x in run(given, form)]
+                if len(found) == len(own) and all(map(close, found, own)):
                     return form
-        return None
+            return None
 
-    def norm(self, dtype: torch.dtype, offset: bool | None = None) -> list[Any]:
-        """What the norm gives random rows, by itself or by the stand-in with weights of this
-        ``offset``."""
-        norm = self._scratch_norm(self._module, dtype)
-        if offset is not None:
-            norm = fused_norm(norm, self._context, offset)
-        return [norm(self._rows(dtype)[None])]
+        return self._once(module, (kind_of(module), described(like)), first)
 
-    def layer(self, dtype: torch.dtype, form: Form | None = None) -> list[Any]:
-        """As ``norm`` for the layer: what it gives, what each of its parts gets, and the other
-        arguments of attention."""
-        parts, products = self._parts(dtype)
-        layer = shell(self._module, type(self._module))
-        vars(layer)["_modules"] = parts
-        if form is not None:
-            parts |= fused_parts(layer, self._context, form)
-            layer = fused_layer(layer)
-            vars(layer)["tinyspec_next"] = parts[NORMS[0]]
-        args, kwargs = self._given.of(self._rows(dtype)[None])
-        out = layer(*args, **kwargs)
-        (attended,) = parts["self_attn"].calls
-        given = {k: v for k, v in attended.kwargs.items() if v is not attended.hidden}
-        seen = [call.hidden for part in products for call in part.calls]
-        return [out, attended.hidden, *seen, given]
-
-    def _parts(self, dtype: torch.dtype) -> tuple[dict[str, Any], list[_Part]]:
-        """Parts of a layer that can be run: its norms with random weights, its MLP; attention and
-        linears that return random rows. The linears once more."""
-        rows = self._rows(dtype)[None] / SMALLER
-        own = self._module.get_submodule("mlp")
-        products = [_Part(rows.roll(turn, 1)) for turn in (4, 8, 12)]
-        mlp = shell(own, type(own))
-        vars(mlp)["_modules"] = {**dict(zip(PRODUCTS, products, strict=True)), "act_fn": own.act_fn}
-        norms = {
-            name: self._scratch_norm(self._module.get_submodule(name), dtype, turn)
-            for turn, name in enumerate(NORMS)
-        }
-        return {**norms, "self_attn": _Part((rows.flip(2), None)), "mlp": mlp}, products
-
-    def _rows(self, dtype: torch.dtype) -> Tensor:
-        return probe_rows(tuple(self._like.shape[2:]), dtype, self._like.device)
-
-    def _scratch_norm(self, norm: nn.Module, dtype: torch.dtype, turn: int = 0) -> nn.Module:
-        """The norm with random weights around one."""
-        weight = 1 + self._rows(torch.float32)[SIZES * turn].tanh() / 4
-        made = shell(norm, type(norm))
-        scratch = nn.Parameter(weight.to(dtype), requires_grad=False)
-        vars(made)["_parameters"] = {"weight": scratch}
-        return made
-
-
-def _agree(found: list[Any], own: list[Any]) -> bool:
-    """Whether tensors are equal up to rounding, and all else is the same."""
-    return len(found) == len(own) and all(
-        close(x, y) if isinstance(y, Tensor) else _same(x, y)
-        for x, y in zip(found, own, strict=True)
-    )
-
-
-def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether keyword arguments are the same objects, but for those that stand for nothing."""
-    some, others = (
-        {k: v for k, v in given.items() if v is not None and v is not False}
-        for given in (some, others)
-    )
-    return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
-
-
-def _forms(calls: dict[nn.Module, list[ModuleCall]]) -> dict[nn.Module, Any]:
-    """Of those that have a stand-in: the form of a layer's, or the offset of a norm's. Modules of
-    one kind that are called in the same way are tried once."""
-    tried: dict[Hashable, Any] = {}
-    found: dict[nn.Module, Any] = {}
-    for module, given in calls.items():
-        if len(given) != 1 or not _may_have_one(module, given[0]):
-            continue
-        parts = [part for name, part in module.named_children() if name != "self_attn"]
-        key = own_kind(module), *map(kind_of, parts), *map(described, given[0])
-        if key not in tried:
-            trial = LayerTrial(module, given[0])
-            run, forms = (trial.layer, FORMS) if parts else (trial.norm, OFFSETS)
-            tried[key] = trial.first_close(run, forms)
-            if tried[key] is None:
+    def _once(self, module: nn.Module, key: Hashable, find: Callable[[], Any]) -> Any:
+        """What ``find`` returned for this kind; None where it raised."""
+        if key not in self._tried:
+            self._tried[key] = None
+            with suppress(Exception):  # of whatever kind
+                self._tried[key] = find()
+            if self._tried[key] is None:
                 kind = type(module).__name__
                 logger.info("%s keeps its own forward: fused kernels compute something else", kind)
-        if tried[key] is not None:
-            found[module] = tried[key]
-    return found
+        return self._tried[key]
 
 
-def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
-    """Whether a layer or norm and the parts that would not be called run their classes' forwards
-    without hooks, on hidden states [1, R, H] of the dtype of the norms' weights."""
-    hidden, parts = given.hidden, [module]
+def _rows(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return probe_rows(tuple(like.shape[2:]), dtype, like.device)[None]
+
+
+def _gets(part: _Part, rows: Tensor, **others: Any) -> bool:
+    """Whether a part was called once, with these rows and these very other arguments, but for those
+    that stand for nothing."""
+    (call,) = part.calls
+    more = {k: v for k, v in call.kwargs.items() if v is not call.hidden}
+    ids, expected = (
+        {name: id(held) for name, held in given.items() if held is not None and held is not False}
+        for given in (more, others)
+    )
+    return len(call.args) <= 1 and same_bits(call.hidden, rows) and ids == expected
+
+
+def _may_have_one(module: nn.Module, given: list[ModuleCall]) -> bool:
+    """Whether a layer or norm is called once, and it and the parts that would not be called run
+    their classes' forwards without hooks, on hidden states [1, R, H] of the dtype of the norms."""
+    hidden: Any = given[0].hidden if given else None
+    parts = [module]
     if module._modules:
         parts += [module.get_submodule(name) for name in (*NORMS, "mlp", "mlp.act_fn")]
     if any(has_hooks(part) or not runs_class_forward(part) for part in parts):
         name = type(module).__name__
         logger.info("%s keeps its own forward: it or a part has hooks or another forward", name)
         return False
-    one = isinstance(hidden, Tensor) and hidden.dim() == 3 and len(hidden) == 1
+    one = isinstance(hidden, Tensor) and hidden.dim() == 3 and len(hidden) == len(given) == 1
     norms: list[Any] = [part.weight for part in parts if is_norm(part)]
     return one and all(n.dtype == hidden.dtype and len(n) <= MAX_NORM for n in norms)
 
 
-class Layers(NamedTuple):
-    """forms: of each layer, and of each norm behind one, that has a stand-in: a layer's form, or a
-    norm's offset. following: what is called with each layer's result as it was returned."""
-
-    forms: dict[nn.Module, Any]
-    following: dict[nn.Module, nn.Module]
-
-
-def layer_forms(model: PreTrainedModel, last: int) -> Layers:
-    """As layers and norms are called in a forward of rows at positions from 0 to ``last``."""
+def layer_stand_ins(
+    model: PreTrainedModel, context: AttentionContext, last: int
+) -> dict[nn.Module, nn.Module]:
+    """Those of layers, of their norms and MLPs, and of the norms behind them, as they are called in
+    a forward of rows at positions from 0 to ``last``."""
     layers = [module for module in model.modules() if is_pre_norm(module)]
     if not layers:
-        return Layers({}, {})
+        return {}
     inside = {part for layer in layers for part in layer.modules()}
     norms = [module for module in model.modules() if module not in inside and is_norm(module)]
-    calls, following = _recorded(model, layers, norms, last)
-    forms = _forms({layer: calls[layer] for layer in layers})
-    behind = {norm for layer in forms for norm in following[layer]} & set(norms)
-    forms |= _forms({norm: calls[norm] for norm in norms if norm in behind})
-    return Layers(forms, {layer: found[0] for layer, found in following.items() if len(found) == 1})
+    calls = module_calls(model, [*layers, *norms], last)
+    trial, made = LayerTrial(), dict[nn.Module, nn.Module]()
+
+    def with_norms(norms: Iterable[nn.Module], like: Tensor) -> bool:
+        """Whether all norms have a stand-in, which are made then."""
+        offsets = {norm: trial.offset(norm, like) for norm in norms}
+        if None in offsets.values():
+            return False
+        made.update((norm, fused_norm(norm, context, bool(o))) for norm, o in offsets.items())
+        return True
+
+    for layer in layers:
+        if not _may_have_one(layer, calls[layer]) or not trial.is_wired(layer, calls[layer][0]):
+            continue
+        like, mlp = calls[layer][0].hidden, layer.get_submodule("mlp")
+        activation = trial.activation(mlp, like)
+        if activation is not None and with_norms(map(layer.get_submodule, NORMS), like):
+            made |= {mlp: fused_mlp(mlp, context, activation), layer: fused_layer(layer)}
+    for layer in filter(made.__contains__, layers):
+        following = _following(calls, layer)
+        for norm in following:
+            if norm in norms and _may_have_one(norm, calls[norm]):
+                with_norms([norm], calls[norm][0].hidden)
+        if len(following) == 1 and not any(map(has_hooks, model.modules())):
+            (after,) = following
+            norm = after if after in norms else after.get_submodule(NORMS[0])
+            # A hook might change what the layer returns before that.
+            vars(made[layer])["tinyspec_next"] = made.get(norm)
+    return made
 
 
-def _recorded(
-    model: PreTrainedModel, layers: list[nn.Module], norms: list[nn.Module], last: int
-) -> tuple[dict[nn.Module, list[ModuleCall]], dict[nn.Module, list[nn.Module]]]:
-    """The calls of layers and norms in a forward, and what was called with the very tensor that
-    each layer returned, to which nobody had written."""
-    made: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-    following: dict[nn.Module, list[nn.Module]] = {layer: [] for layer in layers}
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = ModuleCall(args, kwargs).hidden
-        for layer, (output, copy) in made.items():
-            if output is hidden and same_bits(output, copy):
-                following[layer].append(module)
-
-    def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor):
-            made[module] = output, output.clone()
-
-    called = [*layers, *norms]
-    with ExitStack() as hooks:
-        for module in called:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(after))
-        return module_calls(model, called, last), following
-
-
-def link(
-    model: nn.Module, names: dict[int, str], layer: FusedLayer, after: FusedLayer | FusedNorm
-) -> None:
-    """Let a layer compute the norm of what is called with its result, unless a hook might change
-    that before. names: of the model's modules, by their ids."""
-    paths = (accumulate(names[id(one)].split("."), "{}.{}".format) for one in (layer, after))
-    passed = [layer, *map(model.get_submodule, set.symmetric_difference(*map(set, paths)))]
-    if not any(map(has_hooks, passed)):
-        norm = after if isinstance(after, FusedNorm) else after.input_layernorm
-        vars(layer)["tinyspec_next"] = norm
+def _following(calls: dict[nn.Module, list[ModuleCall]], layer: nn.Module) -> list[nn.Module]:
+    """What is called with the very tensor that a layer returned, to which nobody has written."""
+    output, copy = calls[layer][0].output, calls[layer][0].copy
+    if not isinstance(output, Tensor) or not same_bits(output, copy):
+        return []
+    return [module for module, given in calls.items() for call in given if call.hidden is output]

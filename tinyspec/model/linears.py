@@ -27,18 +27,6 @@ from tinyspec.model.shadow import share
 from tinyspec.model.wrappers import has_hooks
 
 
-def children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, module) of every module of ``model`` but ``model`` itself.
-
-    A list, so that modules can be replaced during the walk.
-    """
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    ]
-
-
 def calls_interface(module: nn.Module) -> bool:
     """Whether a module's forward looks its attention up in transformers' registry."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -154,18 +142,17 @@ class KernelLinear(SharedLinear):
 
 def kernel_stand_ins(
     model: nn.Module, linear: LinearFunction, only: Collection[str] | None = None
-) -> list[tuple[nn.Module, str, KernelLinear]]:
-    """(parent, name, stand-in) for every plain linear layer of a dtype that the kernel takes.
+) -> dict[nn.Module, nn.Module]:
+    """By module, for every plain linear layer of a dtype that the kernel takes.
 
     only: of these, the modules with these names (as in ``named_modules``); other names are ignored.
     """
-    named = model.named_modules()
-    chosen = {id(module) for name, module in named if only is None or name in only}
-    return [
-        (parent, name, KernelLinear(child, linear))
-        for parent, name, child in children(model)
-        if id(child) in chosen and is_plain(child) and child.weight.dtype in KERNEL_DTYPES
-    ]
+    return {
+        module: KernelLinear(module, linear)
+        for name, module in model.named_modules()
+        if only is None or name in only
+        if is_plain(module) and module.weight.dtype in KERNEL_DTYPES
+    }
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:

@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
-from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction, children
+from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
@@ -143,17 +143,15 @@ def _servable(module: Any) -> bool:
     known = {"act_fn", NORM} if _has_norm(module) else {"act_fn"}
     if getattr(module, "_is_expert_parallel", False) or not module._modules.keys() <= known:
         return False
+    if any(isinstance(held, Tensor) for held in vars(module).values()):  # which no digest reads
+        return False
     names = _first(module), "down_proj"
-    weights: list[Any] = [getattr(module, name, None) for name in names]
-    biases: list[Any] = [getattr(module, f"{name}_bias", None) for name in names if module.has_bias]
-    dtypes = {getattr(tensor, "dtype", None) for tensor in (*weights, *biases)}
-    return (
-        len(dtypes) == 1
-        and dtypes <= set(KERNEL_DTYPES)
-        and not any(is_packed(tensor) for tensor in (*weights, *biases))
-        and all(weight.dim() == 3 for weight in weights)
-        and all(bias.dim() == 2 for bias in biases)
-    )
+    axes = dict.fromkeys(names, 3) | {f"{name}_bias": 2 for name in names if module.has_bias}
+    held = [getattr(module, name, None) for name in axes]
+    plain = [x for x in held if isinstance(x, Tensor) and not is_packed(x)]
+    dtypes = {x.dtype for x in plain}
+    whole = [x.dim() for x in plain] == list(axes.values())
+    return whole and len(dtypes) == 1 and dtypes <= set(KERNEL_DTYPES)
 
 
 def kernel_experts(model: nn.Module) -> dict[str, KernelExperts]:
@@ -193,12 +191,8 @@ def _of_pairs(fn: Callable[[Tensor], Tensor], slots: int, width: int, x: Tensor)
 
 def expert_stand_ins(
     model: nn.Module, context: AttentionContext, always: bool
-) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, stand-in) for all experts that the kernel can serve; always: in all passes."""
+) -> dict[nn.Module, nn.Module]:
+    """By module, for all experts that the kernel can serve; always: in all passes."""
     own: dict[str, Any] = {"tinyspec_context": context, "tinyspec_always": always}
     own |= {"tinyspec_slots": 0}
-    return [
-        (parent, name, standing_in(child, KernelExperts, **own))
-        for parent, name, child in children(model)
-        if _servable(child)
-    ]
+    return {m: standing_in(m, KernelExperts, **own) for m in model.modules() if _servable(m)}

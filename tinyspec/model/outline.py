@@ -107,22 +107,12 @@ class Outline:
                 return None
         except Exception:  # of a value without a plain equality
             pass
-        contents = self._by_id()
+        contents = {id(held): was for held, was in zip(self._held, self._contents, strict=True)}
         for name, held, told in self._tables:
             if (key := told(contents.get(id(held), {}), held)) is not None:
                 return f"{name}.{key}".strip(".") if key else name or type(self.root).__name__
         self._note_structure()  # of settings that callers change, as they are now
         return None
-
-    def _by_id(self) -> dict[int, Any]:
-        """What tables held."""
-        return {id(held): was for held, was in zip(self._held, self._contents, strict=True)}
-
-    def attributes(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-        """Every module, and what it held."""
-        contents = self._by_id()
-        for module in self.modules:
-            yield module, contents.get(id(vars(module)), {})
 
     def follow_weights(self) -> None:
         """Compare with the weights as they are now."""

@@ -5,7 +5,7 @@ Knows which module stands in for which, not how they are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -71,16 +71,15 @@ class ServedModel:
             (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
         ]
         self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
+        self._own = self._attributes()
 
-    def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        """Replace ``parent``'s child ``name`` by ``module``."""
-        self.swapped.append(Swapped(parent, name, parent.get_submodule(name), module))
-        parent._modules[name] = module
-
-    def swap_all(self, stand_ins: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
-        """``swap`` of each (parent, name, module)."""
-        for parent, name, module in stand_ins:
-            self.swap(parent, name, module)
+    def swap(self, made: Mapping[nn.Module, nn.Module]) -> None:
+        """Let modules stand in for those by which they are found, wherever these are."""
+        for parent in list(self.model.modules()):
+            for name, own in list(parent._modules.items()):
+                if own is not None and own in made:
+                    self.swapped.append(Swapped(parent, name, own, made[own]))
+                    parent._modules[name] = made[own]
 
     def undo(self, kept: int) -> None:
         """Undo all swaps but the first ``kept``."""
@@ -131,15 +130,17 @@ class ServedModel:
 
     def counters(self) -> set[str]:
         """Names of attributes that passes have changed, which are no settings."""
-        names = {id(m): name for tree in (self.outline.root, self.user) for name, m in named(tree)}
-        now = {name: vars(m) for tree in (self.root, self.model) for name, m in named(tree)}
+        now = self._attributes()
+        return {name for name, held in self._own.items() if now.get(name, held) is not held}
+
+    def _attributes(self) -> dict[str, Any]:
+        """By name, what a pass may count with or keep on modules."""
+        names = {m: name for tree in (self.root, self.model) for name, m in named(tree)}
         return {
-            f"{name}.{key}".lstrip(".")
-            for module, before in self.outline.attributes()
-            if (held := now.get(name := names[id(module)])) is not None
-            for key, value in before.items()
-            if isinstance(value, COUNTED) and held.get(key, value) is not value
-            if key not in IDLE
+            f"{name}.{key}".lstrip("."): value
+            for module, name in names.items()
+            for key, value in vars(module).items()
+            if isinstance(value, COUNTED) and key not in IDLE
         }
 
 

@@ -141,7 +141,7 @@ class Shadow:
             vars(made).update(own)
             return made
         if isinstance(held, dict):
-            return self._of_items(held, dict(held) if len(held) <= LONGEST else {}, depth)
+            return self._of_items(held, held, depth) if len(held) <= LONGEST else held
         if isinstance(held, (list, tuple, set, frozenset)):
             if len(held) > LONGEST:
                 return held
@@ -149,14 +149,20 @@ class Shadow:
             if all(map(is_, found, held)):
                 return held
             return kind(*found) if hasattr(held, "_fields") else kind(found)
-        return self._object(held, depth)
+        table = getattr(held, "__dict__", None)
+        return self._of_items(held, table, depth) if isinstance(table, dict) else held
 
-    def _of_items(self, held: dict[Any, Any], items: dict[Any, Any], depth: int) -> Any:
-        found = {key: self._found(x, depth) for key, x in items.items()}
-        if all(found[key] is x for key, x in items.items()):
+    def _of_items(self, held: Any, items: dict[Any, Any], depth: int) -> Any:
+        """items: of a dict itself, or the attributes of an object."""
+        found = {key: self._found(x, depth) for key, x in list(items.items())}
+        changed = {key: x for key, x in found.items() if x is not items.get(key)}
+        if not changed:
             return held
-        made = copy.copy(held)
-        made.update(found)
+        try:
+            made = copy.copy(held)
+            (made if items is held else vars(made)).update(changed)
+        except Exception:  # it allows no copies
+            return held
         return made
 
     def _function(self, held: FunctionType, depth: int) -> Any:
@@ -180,21 +186,6 @@ class Shadow:
             return cell
         found = self._found(content, depth)
         return cell if found is content else CellType(found)
-
-    def _object(self, held: Any, depth: int) -> Any:
-        table = getattr(held, "__dict__", None)
-        if not isinstance(table, dict) or not table:
-            return held
-        found = {name: self._found(x, depth) for name, x in list(table.items())}
-        changed = {name: x for name, x in found.items() if x is not table.get(name)}
-        if not changed:
-            return held
-        try:
-            made = copy.copy(held)
-            vars(made).update(changed)
-        except Exception:  # it allows no copies
-            return held
-        return made
 
 
 def _is_own(held: Any) -> bool:

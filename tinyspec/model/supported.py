@@ -6,7 +6,7 @@ with transformers token by token; one of another type is compared at load (``par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from traceback import walk_tb
 from typing import Any
@@ -50,8 +50,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-# transformers' own attention functions: the same attention by different kernels.
-SAME_ATTENTION = [f"{kind}_attention_forward" for kind in ("eager_paged", "flash", "flex", "sdpa")]
 # Introspection and the parity check run at so many positions, whatever max_model_len is.
 LEAST_POSITIONS = 64
 # What configs call the longest sequence.
@@ -232,22 +230,22 @@ def _own_attention(model: PreTrainedModel) -> str | None:
         return None
     function = getattr(function, "func", function)  # of a partial
     module = getattr(function, "__module__", "") or ""
-    same = getattr(function, "__name__", "") in SAME_ATTENTION
-    if same and module.split(".")[0] == "transformers":
+    if module.startswith("transformers."):
         return None
     called = f"{module}.{getattr(function, '__qualname__', function)}"
     return f"its attn_implementation {name!r} is {called}, which paged attention would not call"
 
 
-def swap_refusal(name: str, module: nn.Module) -> str | None:
-    """Why ``module``, called ``name``, cannot be replaced by a stand-in, or None.
+def swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
+    """Why one of these modules of ``model`` cannot be replaced by a stand-in, or None.
 
     A stand-in uses its weights alone: hooks and a forward of its own would not run.
     """
-    if has_hooks(module):
-        return f"{name} has forward hooks, which paged attention would not call"
-    if users_forward(module) is not None:
-        return f"{name} has a forward of its own, which paged attention would not call"
+    names = {module: name for name, module in model.named_modules()}
+    for module in swapped:
+        what = "forward hooks" if has_hooks(module) else "a forward of its own"
+        if has_hooks(module) or users_forward(module) is not None:
+            return f"{names[module]} has {what}, which paged attention would not call"
     return None
 
 

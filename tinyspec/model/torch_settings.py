@@ -70,15 +70,6 @@ def _twofold(
     return Setting(name, read, write, (off, *(setting.value for setting in newer)))
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only())
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    mode, warn_only = value
-    _C._set_deterministic_algorithms(mode, warn_only=warn_only)
-
-
 def _reduction(kind: str) -> Setting:
     """No sums in the 16-bit type ``kind``; since torch 2.13 with another flag, for split-K."""
     get = getattr(_C, f"_get_cublas_allow_{kind}_reduced_precision_reduction")
@@ -95,11 +86,12 @@ def _reduction(kind: str) -> Setting:
 def _of_process() -> Settings:
     """Settings that all threads share, of every kind of device that is here."""
     deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
+    algorithms = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     einsum: Any = torch.backends.opt_einsum
     gpu = torch.cuda.is_available()
     return (
         Setting("dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-        Setting("deterministic algorithms", _deterministic, _set_deterministic, (False, False)),
+        Setting("deterministic algorithms", *algorithms, 0),
         Setting("einsum", einsum._get_enabled, einsum._set_enabled, False),
         _precision("mkldnn", "conv"),
         Setting("mkldnn", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),

@@ -38,20 +38,10 @@ class DeviceStream:
         self.device = device
         self.queues = device.type in WITH_STREAMS
         self._callers = _Callers()
-        self._own: torch.cuda.Stream | None = None
+        self.own: Any = torch.cuda.Stream(device) if self.queues else None
         # Held where a thread begins or ends its block, and throughout ``alone``.
         self._entering = RLock()
         self._threads_inside = 0
-
-    @property
-    def own(self) -> torch.cuda.Stream:
-        if self._own is None:
-            with _making:
-                self._own = self._own or torch.cuda.Stream(self.device)
-        return self._own
-
-    def __reduce__(self) -> tuple[object, tuple[torch.device]]:
-        return stream_of, (self.device,)  # of an engine that is copied
 
     def __call__(self) -> AbstractContextManager[object]:
         """Work of the block runs on this stream: after what the caller's current stream has been
