@@ -264,18 +264,23 @@ class Launcher:
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
 
-    def launch(self, work_pass: Pass, before: InFlightPass | None = None) -> InFlightPass:
-        """Hand a pass over; what raises here is raised where its results are fetched.
+    def launch(self, launched: InFlightPass, work: Callable[[], Results]) -> InFlightPass:
+        """Start what ``pack`` has drawn up."""
+        launched.pending = self.queue.launch(work)
+        return launched
+
+    def pack(
+        self, work_pass: Pass, before: InFlightPass | None = None
+    ) -> tuple[InFlightPass, Callable[[], Results]]:
+        """A pass, and its work for the device, which raises what went wrong here as well.
 
         before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
         launched = InFlightPass.of(work_pass, self.admission)
         try:
-            work = self._drawn_up(launched, before)
+            return launched, self._drawn_up(launched, before)
         except Exception as error:
-            work = partial(_fail, error)
-        launched.pending = self.queue.launch(work)
-        return launched
+            return launched, partial(_fail, error)
 
     def _drawn_up(
         self, launched: InFlightPass, before: InFlightPass | None
