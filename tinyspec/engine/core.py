@@ -46,7 +46,6 @@ class EngineCore:
     _under_way: InFlightPass | None = None
     _proposed: int = 0
     _looked_up: int = 0
-    _number: int = 0
 
     def __post_init__(self) -> None:
         self.table, self.stats = self.admission.table, self.admission.stats
@@ -168,14 +167,6 @@ class EngineCore:
             with self.runner.torch_state(), suppress(Exception):
                 launched.pending.fetch()
 
-    def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
-        """After tokens from outside: those with a reason end with it."""
-        for sequence, reason in zip(sequences, reasons, strict=True):
-            if reason:
-                self.committer.end(sequence, reason)
-        if self.trace is not None:
-            self.trace.supplied(sequences)
-
     def _isolate_failure(self, failed: InFlightPass, error: Exception) -> None:
         """The pass raised: run its sequences one by one, then without drafts, then with fewer rows;
         the one that raises all the same fails."""
@@ -195,10 +186,9 @@ class EngineCore:
             self.committer.fail(sequences[0], why, error)
 
     def _record(self, record: PassRecord, seconds: float) -> None:
-        record.number, record.seconds = self._number, seconds
+        record.number, record.seconds = sum(self.stats.passes.values()), seconds
         record.drafted += self._proposed
         self._proposed = self._looked_up = 0
-        self._number += 1
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.observe(record.accepted, record.rollbacks)
