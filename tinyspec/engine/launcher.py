@@ -177,17 +177,13 @@ class InFlightPass:
 def _siblings(
     work_pass: Pass, leaders: Array, admission: Admission
 ) -> tuple[list[tuple[int, Sequence]], bool]:
-    """(work, sibling) of those that can start once the works ``leaders`` are computed, and whether
-    any wait for them."""
+    """(work, sibling) of those that there is a place for once the works ``leaders`` are computed,
+    and whether any wait for them."""
     found: list[tuple[int, Sequence]] = []
-    places, pages = max(admission.free_places, 0), admission.pool.num_free
-    leads = False
+    places, leads = max(admission.free_places, 0), False
     for n in leaders.tolist():
         siblings = work_pass.table.sequences[work_pass.works.rows[n]].siblings
-        copies = work_pass.works.ends[n] % admission.pool.page_size != 0
-        count = min(len(siblings), places, pages if copies else places)
-        places, pages = places - count, pages - (count if copies else 0)
-        found += [(n, sibling) for sibling in siblings[:count]]
+        found += [(n, sibling) for sibling in siblings[: places - len(found)]]
         leads = leads or bool(siblings)
     return found, leads
 
