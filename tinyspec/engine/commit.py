@@ -69,7 +69,7 @@ class Committer:
         table.advance(works.rows[final], ends[final], done.work_pass.canonical)
         if results.prompt_logprobs is not None:
             values = results.prompt_logprobs.tolist()
-            for (n, position), value in zip(done.unscored, values, strict=True):
+            for (n, position, _), value in zip(done.unscored, values, strict=True):
                 if alive[n] and position < ends[n]:
                     request = table.sequences[works.rows[n]].request
                     request.prompt_logprobs[position + 1] = value
