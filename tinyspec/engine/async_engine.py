@@ -152,8 +152,8 @@ class AsyncEngine(OneProcess):
         An event has all tokens of its completion since the one before: who reads slowly gets fewer
         events, keeps nobody waiting, and nothing piles up. Leaving the loop aborts what is left.
         """
-        call = Call(lambda e: e.prepare(prompts, params), None, checked_priority(priority))
-        self._queue(call, timeout)
+        call = Call(lambda engine: engine.prepare(prompts, params), None, priority)
+        self._queued(call, timeout)
         try:
             while events := await self._worker.answer(call):
                 for event in events:
@@ -184,13 +184,15 @@ class AsyncEngine(OneProcess):
         """How many calls wait for others to finish before they begin."""
         return len(self._worker.waiting)
 
-    def _queue(self, call: Call, timeout: float | None) -> None:
+    def _queued(self, call: Call, timeout: float | None) -> Call:
         """It waits for its turn, and at most ``timeout`` seconds for its end."""
         timeout, loop = checked_timeout(timeout), asyncio.get_running_loop()
+        call.priority = checked_priority(call.priority)
         self._worker.queue(call)
         if timeout is not None:
             error = TimeoutError(f"not finished within {timeout} seconds")
             call.timer = loop.call_later(timeout, self._expire, call, error)
+        return call
 
     def _expire(self, call: Call, error: TimeoutError) -> None:
         if call.begun and not call.unfinished:
@@ -204,16 +206,14 @@ class AsyncEngine(OneProcess):
         self, make: Callable[[Engine], list[Request]], priority: int, timeout: float | None
     ) -> list[RequestOutput]:
         """Of the requests that ``make`` makes."""
-        call = Call(make, list, checked_priority(priority))
-        self._queue(call, timeout)
-        found: list[RequestOutput] = await self._collected(call)
-        return found
+        call = self._queued(Call(make, list, priority), timeout)
+        return list(await self._answered(call))
 
     async def _asked(self, ask: Callable[[Engine], Any]) -> Any:
         """What ``ask`` says of the engine, in the thread that steps it."""
-        return await self._collected(Call(lambda _: [], lambda _: ask(self.engine), URGENT))
+        return await self._answered(Call(lambda _: [], lambda _: ask(self.engine), URGENT))
 
-    async def _collected(self, call: Call) -> Any:
+    async def _answered(self, call: Call) -> Any:
         try:
             return await self._worker.answer(call)
         finally:

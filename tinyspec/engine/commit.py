@@ -68,9 +68,8 @@ class Committer:
         final = alive & (works.kinds != DRAFT)
         table.advance(works.rows[final], ends[final], done.work_pass.canonical)
         if results.prompt_logprobs is not None:
-            for (n, position), value in zip(
-                done.unscored, results.prompt_logprobs.tolist(), strict=True
-            ):
+            values = results.prompt_logprobs.tolist()
+            for (n, position, _), value in zip(done.unscored, values, strict=True):
                 if alive[n] and position < ends[n]:
                     request = table.sequences[works.rows[n]].request
                     request.prompt_logprobs[position + 1] = value
@@ -150,13 +149,11 @@ class Committer:
             return
         counts, place = new.counts[:, None], np.arange(new.counts.max())
         places = new.firsts[:, None] + np.minimum(place, counts - 1)
-        targets = found.tokens[places]
-        targets[place >= counts] = -1
-        good = (targets >= 0).cumprod(1).sum(1)
+        good = ((found.tokens[places] >= 0) & (place < counts)).cumprod(1).sum(1)
         broken = [self.table.sequences[row] for row in new.rows[good < new.counts].tolist()]
         some = good > 0
         if some.any():
-            self._verify(new.only(some), places[some], targets[some], found)
+            self._verify(new.only(some), places[some], found)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
@@ -175,11 +172,11 @@ class Committer:
                 self.fail(sequence, result.error or NOT_FINITE, result.cause)
             # A sequence that failed has taken those with it that wait for its prompt.
             rows, places, tokens = (x[~broken] for x in (rows, places, tokens))
-        tokens, counts = tokens[:, None], np.ones(len(rows), np.int64)
-        stopped = self.table.stops_at(rows, tokens[:, 0])
+        stopped = self.table.stops_at(rows, tokens)
         stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
-        counts, stopped = self._append(rows, counts, tokens, places[:, None], stopped, found)
-        self.finish(rows, counts, tokens, stopped)
+        counts = np.ones(len(rows), np.int64)
+        _, ended = self._append(rows, counts, places[:, None], stopped, found)
+        self._finish(rows, ended)
 
     def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
@@ -191,17 +188,14 @@ class Committer:
         self.admission.truncate(sequence, kept)
         self.runner.cache.zero_tail(sequence.pages, kept)
 
-    def _verify(self, new: NewTokens, places: Array, targets: Array, found: Sampled) -> None:
-        """Commit, of the verifier's tokens ``targets`` [n, W], what ``accept_truncate`` decided."""
+    def _verify(self, new: NewTokens, places: Array, found: Sampled) -> None:
+        """Commit, of the verifier's tokens at ``places`` [n, W], what ``accept_truncate``
+        decided."""
         assert new.decisions is not None
-        table, rows, record, drafts = (
-            self.table,
-            new.rows,
-            self.record,
-            self.table.num_drafts[new.rows],
-        )
+        table, rows, record = self.table, new.rows, self.record
+        drafts = table.num_drafts[rows]
         committed, agreed, left, freed, stopped = new.decisions
-        counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
+        counts, ended = self._append(rows, committed, places, stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
@@ -212,7 +206,7 @@ class Committer:
         record.rolled_back += int(dropped.sum())
         record.rollbacks += int((dropped > 0).sum())
         self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
-        self.finish(rows, counts, targets, ended)
+        self._finish(rows, ended)
         unfinished = table.generation_id[rows] > 0
         # The newest draft was not known to be none when the decision was made.
         left = np.minimum(left, np.maximum(drafts - committed, 0))
@@ -224,17 +218,11 @@ class Committer:
             self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
 
     def _append(
-        self,
-        rows: Array,
-        counts: Array,
-        tokens: Array,
-        places: Array,
-        stopped: Array,
-        found: Sampled,
+        self, rows: Array, counts: Array, places: Array, stopped: Array, found: Sampled
     ) -> tuple[Array, Array]:
-        """Add the first ``counts`` [n] of ``tokens`` [n, W], found at ``places``; how many were
-        added, and which sequences end: those that ``stopped``, and others by text or criteria."""
-        table = self.table
+        """Add the first ``counts`` [n] of the tokens at ``places`` [n, W]; how many were added, and
+        which sequences end: those that ``stopped``, and others by text or criteria."""
+        table, tokens = self.table, found.tokens[places]
         starts = table.length[rows]
         special = table.places("special_commit", rows)
         if special:
@@ -249,22 +237,21 @@ class Committer:
         table.commit(rows[rest], counts[rest], tokens[rest])
         if found.logprobs is not None:
             table.write_logprobs(rows, starts, counts, found.logprobs[places])
+        self.record.committed += int(counts.sum())
         return counts, stopped
 
-    def finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
-        """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
-        pages can be shared, and sequences that ``stopped`` leave."""
+    def _finish(self, rows: Array, stopped: Array) -> None:
+        """After tokens were added: KV before the newest is final, full pages can be shared, and
+        sequences that ``stopped`` leave."""
         table = self.table
         table.mark_final(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
-        self.record.committed += int(counts.sum())
         for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
             if table.sequences[row].error is None:
                 self.admission.prefix.insert(table.sequences[row])
         if np.count_nonzero(stopped):
-            last = tokens[np.arange(len(rows)), counts - 1]
-            by_token = table.stops_at(rows, last)
+            by_token = table.stops_at(rows, table.ids[rows, table.length[rows] - 1])
             for n in np.flatnonzero(stopped).tolist():
                 self.end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
 
@@ -281,14 +268,11 @@ class Committer:
         this ends the step by ``tracker.end``."""
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.supply(token)
-        running = [n for n, sequence in enumerate(sequences) if sequence.running]
-        self.record.committed += len(sequences) - len(running)
-        self.admission.stats.committed += len(sequences)
-        if running:  # others were preempted while they waited
-            rows = np.array([sequences[n].row for n in running])
-            given = np.array([[tokens[n]] for n in running])
-            count = np.ones(len(rows), np.int64)
-            self.finish(rows, count, given, np.zeros(len(rows), np.bool_))
+        for counts in (self.record, self.admission.stats):
+            counts.committed += len(sequences)
+        # Others were preempted while they waited.
+        rows = np.array([each.row for each in sequences if each.running], np.int64)
+        self._finish(rows, np.zeros(len(rows), np.bool_))
 
     def end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.drafter import OWN, Drafter, FastPath, NgramDrafter, proposals
@@ -45,7 +46,6 @@ class EngineCore:
     _under_way: InFlightPass | None = None
     _proposed: int = 0
     _looked_up: int = 0
-    _number: int = 0
 
     def __post_init__(self) -> None:
         self.table, self.stats = self.admission.table, self.admission.stats
@@ -72,20 +72,34 @@ class EngineCore:
         rows, limits = rows[limits > 0], limits[limits > 0]
         if not len(rows):
             return
-        sequences: list[Sequence] = [table.sequences[row] for row in rows.tolist()]
-        found = proposals(self.drafter, sequences, limits.tolist(), self.runner.vocab_size)
-        for sequence, drafts in zip(sequences, found, strict=True):
+        asked: list[tuple[Sequence, int]] = []
+        for row, limit in zip(rows.tolist(), limits.tolist(), strict=True):
+            sequence = table.sequences[row]
+            if (given := sequence.given_tokens) is not None:
+                place = sequence.num_generated
+                self._draft(sequence, given[place : place + limit])
+            elif sequence.pending == 1:
+                asked.append((sequence, limit))
+        if not asked:
+            return
+        histories, most = [one.history for one, _ in asked], max(limit for _, limit in asked)
+        found = proposals(self.drafter, histories, most)
+        for (sequence, limit), drafts in zip(asked, found, strict=True):
             if isinstance(drafts, Exception):
-                why = f"the drafter raised {named(drafts)}"
-                self.committer.fail(sequence, why, drafts)
-                continue
-            if sequence.grammar is not None and sequence.given_tokens is None:
-                drafts = sequence.grammar.beginning(sequence.generated, drafts)
-            sequence.drafts = drafts
-            sequence.proposed = bool(drafts)
-            sequence.stats.drafted += len(drafts)
-            self._proposed += len(drafts)
-            self._looked_up += len(drafts) if sequence.given_tokens is None else 0
+                self.committer.fail(sequence, f"the drafter raised {named(drafts)}", drafts)
+            else:
+                self._looked_up += self._draft(sequence, drafts[:limit])
+
+    def _draft(self, sequence: Sequence, drafts: list[int]) -> int:
+        """Let these be drafts, up to the first that may not follow; how many there are."""
+        drafts = list(takewhile(range(self.runner.vocab_size).__contains__, drafts))
+        if sequence.grammar is not None and sequence.given_tokens is None:
+            drafts = sequence.grammar.beginning(sequence.generated, drafts)
+        sequence.drafts = drafts
+        sequence.proposed = bool(drafts)
+        sequence.stats.drafted += len(drafts)
+        self._proposed += len(drafts)
+        return len(drafts)
 
     def step(self) -> None:
         """Run one pass, in the state of ``runner.torch_state``, and commit what it found. With
@@ -124,11 +138,11 @@ class EngineCore:
         if self._is_under_way:
             launched, self._under_way = self._under_way, None
             return launched
-        self._drop_under_way()
+        self.drain()
         work_pass = self.scheduler.schedule()
         if work_pass is None:
             return None
-        return self.launcher.launch(work_pass)
+        return self.launcher.launch(*self.launcher.pack(work_pass))
 
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
@@ -141,28 +155,17 @@ class EngineCore:
         with launched.committed_ahead():
             if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
-            return self.launcher.launch(work_pass, launched)
+            packed = self.launcher.pack(work_pass, launched)
+        # Code of the user's in the model may end requests: the table is set back by then.
+        return self.launcher.launch(*packed)
 
     def drain(self) -> None:
-        """Wait for a pass that is under way, and drop it: whoever goes on runs it again."""
-        if self._under_way is not None:
-            with self.runner.torch_state():
-                self._drop_under_way()
-
-    def _drop_under_way(self) -> None:
-        """What it raised concerns no other."""
+        """Wait for a pass that is under way, and drop it: whoever goes on runs it again. What it
+        raised concerns no other."""
         launched, self._under_way = self._under_way, None
         if launched is not None:
-            with suppress(Exception):
+            with self.runner.torch_state(), suppress(Exception):
                 launched.pending.fetch()
-
-    def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
-        """After tokens from outside: those with a reason end with it."""
-        for sequence, reason in zip(sequences, reasons, strict=True):
-            if reason:
-                self.committer.end(sequence, reason)
-        if self.trace is not None:
-            self.trace.supplied(sequences)
 
     def _isolate_failure(self, failed: InFlightPass, error: Exception) -> None:
         """The pass raised: run its sequences one by one, then without drafts, then with fewer rows;
@@ -183,10 +186,9 @@ class EngineCore:
             self.committer.fail(sequences[0], why, error)
 
     def _record(self, record: PassRecord, seconds: float) -> None:
-        record.number, record.seconds = self._number, seconds
+        record.number, record.seconds = sum(self.stats.passes.values()), seconds
         record.drafted += self._proposed
         self._proposed = self._looked_up = 0
-        self._number += 1
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.observe(record.accepted, record.rollbacks)

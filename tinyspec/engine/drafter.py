@@ -6,7 +6,6 @@ A wrong proposal costs rows but changes no result: committed tokens are always t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from operator import index
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
-from tinyspec.scheduler import request
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import PassRecord
 
@@ -136,49 +134,16 @@ def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -
     raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')
 
 
-def proposals(
-    drafter: Drafter, sequences: list[request.Sequence], limits: list[int], vocab_size: int
-) -> list[list[int] | Exception]:
-    """At most ``limits`` drafts for each of ``sequences``, up to the first id that is no token:
-    those that are given, else by ``drafter``, once the prompt is computed. What it raised for a
-    sequence alone stands in its place."""
-    found: list[list[int] | Exception] = [[]] * len(sequences)
-    asked = []
-    for n, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
-        if sequence.given_tokens is not None:
-            place = sequence.num_generated
-            found[n] = sequence.given_tokens[place : place + limit]
-        elif sequence.pending == 1:
-            asked.append(n)
-    if asked:
-        most = max(limits[n] for n in asked)
-        histories: list[Sequence[int]] = [sequences[n].history for n in asked]
-        try:
-            given: Sequence[list[int] | Exception] = _ask(drafter, histories, most)
-        except Exception:
-            given = [_ask_alone(drafter, history, most) for history in histories]
-        for n, proposal in zip(asked, given, strict=True):
-            found[n] = proposal if isinstance(proposal, Exception) else proposal[: limits[n]]
-    tokens = range(vocab_size)
-    return [
-        each if isinstance(each, Exception) else list(takewhile(tokens.__contains__, each))
-        for each in found
-    ]
-
-
-def _ask(drafter: Drafter, histories: list[Sequence[int]], n: int) -> list[list[int]]:
-    """Its proposals, checked."""
-    with callers_modes():
-        given = drafter.propose(histories, n)
-    checked = [[index(token) for token in proposal] for proposal in given]
-    if len(checked) != len(histories):
-        raise ValueError(f"{len(checked)} proposals for {len(histories)} sequences")
-    return checked
-
-
-def _ask_alone(drafter: Drafter, history: Sequence[int], n: int) -> list[int] | Exception:
-    """After it raised for several."""
+def proposals(drafter: Drafter, histories: list[Any], n: int) -> list[list[int] | Exception]:
+    """What ``drafter`` proposes for each; what it raised for one alone stands in its place."""
     try:
-        return _ask(drafter, [history], n)[0]
+        with callers_modes():
+            given = drafter.propose(histories, n)
+        found: list[list[int] | Exception] = [[index(token) for token in each] for each in given]
+        if len(found) != len(histories):
+            raise ValueError(f"{len(found)} proposals for {len(histories)} sequences")
     except Exception as error:
-        return error
+        if len(histories) == 1:
+            return [error]
+        return [proposals(drafter, [history], n)[0] for history in histories]
+    return found

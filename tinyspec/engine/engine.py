@@ -97,15 +97,11 @@ class Engine(OneProcess):
         self._thinking = thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
-        self.served = self._installed()
+        self.served = install(own, config, thinking, self.autocast)
         most = 1 if self._grows else most_pages(config, self.served)
         self._build(drafter, kernels, most)
         flush()
         self.closed = None
-
-    def _installed(self) -> ServedModel:
-        """A shadow of the model as it is now."""
-        return install(self.model, self.config, self._thinking, self.autocast)
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
@@ -135,7 +131,7 @@ class Engine(OneProcess):
         if (device := self.model.device) != self.runner.device:
             allowed = f"{self.runner.device}, where this engine was made"
             raise refuse("model.device", str(device), allowed)
-        served = self._installed()
+        served = install(self.model, self.config, self._thinking, self.autocast)
         extra = self._served_blocks(served)
         self.core.drain()
         self.served = served

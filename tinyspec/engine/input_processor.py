@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +47,30 @@ TOKENIZERS = [
 ]
 
 
+@dataclass(eq=False)
 class InputProcessor:
     """Checks prompts and parameters against one model and one pool, and numbers the requests."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        config: EngineConfig,
-        pool: PagePool,
-        thinker: Thinker | None = None,
-    ):
-        if isinstance(tokenizer, EngineConfig):
-            raise refuse("tokenizer", tokenizer, "a tokenizer or None; did you mean config=?")
-        if isinstance(tokenizer, str):
-            raise refuse("tokenizer", tokenizer, "a tokenizer or None; AutoTokenizer loads one")
-        self._pool, self._thinker = pool, thinker
-        self._tokenizer = tokenizer
-        self._grammars = Grammars(tokenizer)
-        self._config = config
-        self._model = model
+    model: PreTrainedModel
+    tokenizer: Any
+    config: EngineConfig
+    pool: PagePool
+    thinker: Thinker | None = None
+
+    def __post_init__(self) -> None:
+        hints = {EngineConfig: "did you mean config=?", str: "AutoTokenizer loads one"}
+        for kind, hint in hints.items():
+            if isinstance(self.tokenizer, kind):
+                raise refuse("tokenizer", self.tokenizer, f"a tokenizer or None; {hint}")
+        self._grammars = Grammars(self.tokenizer)
         self._numbers = itertools.count()
-        self._seeds = torch.Generator()
-        self._seeds.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
+        self._seeds, seed = torch.Generator(), self.config.seed
+        self._seeds.manual_seed(secrets.randbits(63) if seed is None else seed)
 
     @property
     def _vocab_size(self) -> int:
         """Of the model as it is now."""
-        return vocab_size(self._model)
+        return vocab_size(self.model)
 
     def requests(self, prompts: Any, params: Any) -> list[Request]:
         """One request per prompt; ``params`` is one for all, or a list of as many.
@@ -84,14 +80,14 @@ class InputProcessor:
         given = as_prompts(prompts)
         if not given:
             raise refuse("prompts", prompts, "at least one prompt")
-        return self.of_ids([to_token_ids(p, self._tokenizer) for p in given], params)
+        return self.of_ids([to_token_ids(p, self.tokenizer) for p in given], params)
 
     def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
         """As ``requests``, for the token ids of each prompt."""
         given = self._params(params, len(prompts))
         each = [self._checked(p, wanted) for p, wanted in zip(prompts, given, strict=True)]
-        if self._thinker is not None and any(p.thinking and p.deterministic for p in each):
-            self._thinker.prove()
+        if self.thinker is not None and any(p.thinking and p.deterministic for p in each):
+            self.thinker.prove()
         return [self._request(p, wanted) for p, wanted in zip(prompts, each, strict=True)]
 
     def scored(self, prompts: Any, continuations: Any, params: Any) -> list[Request]:
@@ -99,20 +95,14 @@ class InputProcessor:
         given, follow = as_prompts(prompts), as_prompts(continuations)
         if len(given) != len(follow):
             raise refuse("continuations", f"{len(follow)} of them", f"one a prompt, {len(given)}")
-        targets = [continuation_ids(text, self._tokenizer) for text in follow]
+        targets = [continuation_ids(text, self.tokenizer) for text in follow]
         for target in targets:
             self._check_ids("continuation", target)
-        each = [
-            replace(
-                wanted,
-                deterministic=True,
-                logprobs=True,
-                num_return_sequences=1,
-                max_new_tokens=len(target),
-                min_new_tokens=min(wanted.min_new_tokens, len(target)),
-            )
-            for wanted, target in zip(self._params(params, len(given)), targets, strict=True)
-        ]
+        own: dict[str, Any] = {"deterministic": True, "logprobs": True, "num_return_sequences": 1}
+        each = []
+        for wanted, target in zip(self._params(params, len(given)), targets, strict=True):
+            least = min(wanted.min_new_tokens, len(target))
+            each.append(replace(wanted, **own, max_new_tokens=len(target), min_new_tokens=least))
         requests = self.requests(given, each)
         for request, target in zip(requests, targets, strict=True):
             request.sequences[0].given_tokens = target
@@ -152,9 +142,9 @@ class InputProcessor:
         if params.needs_tokenizer:
             request.tokenizer = self.tokenizer_parts(params)
         if params.thinking:
-            assert self._thinker is not None
-            size, root = self._thinker.config.chunk_size, self._thinker.root
-            window = self._config.thinking_window
+            assert self.thinker is not None
+            size, root = self.thinker.config.chunk_size, self.thinker.root
+            window = self.config.thinking_window
             request.thoughts = Thoughts(size, len(prompt), window, root=root)
         return request
 
@@ -177,11 +167,11 @@ class InputProcessor:
         new tokens as ``max_model_len`` leaves: not as the pool has pages for, which the fingerprint
         does not tell. Raises ValueError."""
         self._check_ids("prompt", prompt)
-        config, pool, size = self._config, self._pool, self._vocab_size
+        config, pool, size = self.config, self.pool, self._vocab_size
         assert config.max_model_len
         limit = config.max_model_len - len(prompt)
         if params.eos_token_id is None:
-            params = params.resolve(eos_token_id=default_eos(self._model, size))
+            params = params.resolve(eos_token_id=default_eos(self.model, size))
         if params.max_new_tokens is None:
             params = replace(params, max_new_tokens=max(1, limit))
         pages = pool.pages_for(len(prompt) + params.most_new_tokens)
@@ -204,10 +194,10 @@ class InputProcessor:
             _check_token("bad_words_ids", token, size)
         if params.top_logprobs > size:
             raise refuse("top_logprobs", params.top_logprobs, f"at most {size}")
-        if params.thinking and self._thinker is None:
+        if params.thinking and self.thinker is None:
             allowed = "False with a model without thinking blocks (tinyspec.thinking.model)"
             raise refuse("thinking", True, allowed)
-        if params.stop_strings and self._tokenizer is None:
+        if params.stop_strings and self.tokenizer is None:
             raise refuse("stop_strings", params.stop_strings, "none without a tokenizer")
         self._grammars.of(params)
         for field, functions in params.functions.items():

@@ -79,9 +79,10 @@ class InFlightPass:
     generation_ids: of the works' rows when it was launched; a row that has another by now holds
     another sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens
     come from. new: the n sequences, by a leader's row where a sibling starts. siblings: (place
-    among the n, sequence). leads: whether siblings wait for a prompt that it computes. unscored:
-    (work, position) of prompt rows whose logits give a missing log-probability. verified [S]:
-    places of those with drafts to verify. thinking: rows of prompts that are thought about.
+    among the n, sequence). leads: whether siblings may wait for a prompt that it computes.
+    unscored: (work, position, next token) of prompt rows whose logits give a log-probability that
+    is missing. verified [S]: places of those with drafts to verify. thinking: rows of prompts that
+    are thought about.
     """
 
     work_pass: Pass
@@ -91,7 +92,7 @@ class InFlightPass:
     new: NewTokens
     siblings: list[tuple[int, Sequence]]
     leads: bool
-    unscored: list[tuple[int, int]]
+    unscored: list[tuple[int, int, int]]
     verified: Array
     pending: Pending[Results] = field(init=False)
     thinking: ThinkingRows | None = None
@@ -107,10 +108,11 @@ class InFlightPass:
             work = counts.nonzero()[0]
             rows, firsts, counts = rows[work], firsts[work], counts[work]
         siblings: list[tuple[int, Sequence]] = []
-        leads = False
         leading = table.draft_free[rows]
-        if np.count_nonzero(leading):
-            started, leads = _siblings(work_pass, work[leading], admission)
+        if leads := bool(np.count_nonzero(leading)):
+            leaders = [(n, table.sequences[works.rows[n]]) for n in work[leading].tolist()]
+            started = [(n, sibling) for n, leader in leaders for sibling in leader.siblings]
+            del started[max(admission.free_places, 0) :]
             siblings = [(len(work) + n, sibling) for n, (_, sibling) in enumerate(started)]
             work = np.concatenate([work, [n for n, _ in started]]).astype(np.int64)
             rows, counts = works.rows[work], works.yields[work]
@@ -174,33 +176,15 @@ class InFlightPass:
         return Fetched(self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts)
 
 
-def _siblings(
-    work_pass: Pass, leaders: Array, admission: Admission
-) -> tuple[list[tuple[int, Sequence]], bool]:
-    """(work, sibling) of those that can start once the works ``leaders`` are computed, and whether
-    any wait for them."""
-    found: list[tuple[int, Sequence]] = []
-    places, pages = max(admission.free_places, 0), admission.pool.num_free
-    leads = False
-    for n in leaders.tolist():
-        siblings = work_pass.table.sequences[work_pass.works.rows[n]].siblings
-        copies = work_pass.works.ends[n] % admission.pool.page_size != 0
-        count = min(len(siblings), places, pages if copies else places)
-        places, pages = places - count, pages - (count if copies else 0)
-        found += [(n, sibling) for sibling in siblings[:count]]
-        leads = leads or bool(siblings)
-    return found, leads
-
-
-def _unscored(work_pass: Pass) -> list[tuple[int, int]]:
-    """(work, position) of prompt rows whose logits give a log-probability that is missing."""
+def _unscored(work_pass: Pass) -> list[tuple[int, int, int]]:
+    """As in ``InFlightPass``."""
     table, works = work_pass.table, work_pass.works
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, int, int]] = []
     for n in table.places("scores_prompt", works.rows):
         request = table.sequences[works.rows[n]].request
-        last = min(int(works.ends[n]), request.num_prompt - 1)
-        positions = range(int(works.starts[n]), last)
-        found += [(n, p) for p in positions if request.prompt_logprobs[p + 1] is None]
+        known, prompt = request.prompt_logprobs, request.prompt
+        positions = range(int(works.starts[n]), min(int(works.ends[n]), len(prompt) - 1))
+        found += [(n, p, prompt[p + 1]) for p in positions if known[p + 1] is None]
     return found
 
 
@@ -264,18 +248,23 @@ class Launcher:
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
 
-    def launch(self, work_pass: Pass, before: InFlightPass | None = None) -> InFlightPass:
-        """Hand a pass over; what raises here is raised where its results are fetched.
+    def launch(self, launched: InFlightPass, work: Callable[[], Results]) -> InFlightPass:
+        """Start what ``pack`` has drawn up."""
+        launched.pending = self.queue.launch(work)
+        return launched
+
+    def pack(
+        self, work_pass: Pass, before: InFlightPass | None = None
+    ) -> tuple[InFlightPass, Callable[[], Results]]:
+        """A pass, and its work for the device, which raises what went wrong here as well.
 
         before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
         launched = InFlightPass.of(work_pass, self.admission)
         try:
-            work = self._drawn_up(launched, before)
+            return launched, self._drawn_up(launched, before)
         except Exception as error:
-            work = partial(_fail, error)
-        launched.pending = self.queue.launch(work)
-        return launched
+            return launched, partial(_fail, error)
 
     def _drawn_up(
         self, launched: InFlightPass, before: InFlightPass | None
@@ -287,11 +276,9 @@ class Launcher:
         wanted = np.arange(len(works)) if works.single else spread(ends - yields, yields)
         targets = newest = comparison = None
         if unscored:  # these rows come first
-            more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p in unscored]
+            more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p, _ in unscored]
             wanted = np.concatenate([more, wanted])
-            requests = [sequence.request for sequence in launched.work_pass.sequences]
-            prompts = np.array([requests[n].prompt[p + 1] for n, p in unscored])
-            targets = to_device(prompts, runner.device)
+            targets = to_device(np.array([token for *_, token in unscored]), runner.device)
         if before is not None:
             sources = before.sources(works.rows)
             drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]

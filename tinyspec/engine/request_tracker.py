@@ -236,7 +236,11 @@ class RequestTracker:
     def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
         """After ``core.committer.supply``, with ``lock``: those of ``sequences`` that have a reason
         end with it."""
-        self._core.end(sequences, reasons)
+        for sequence, reason in zip(sequences, reasons, strict=True):
+            if reason:
+                self._core.committer.end(sequence, reason)
+        if self._core.trace is not None:
+            self._core.trace.supplied(sequences)
         self._finish()
 
     def _finish(self) -> None:

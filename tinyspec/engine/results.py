@@ -145,13 +145,11 @@ class EventStream(Iterator[StreamEvent]):
         self._engine = engine  # which is not collected before the stream
         self._events: deque[StreamEvent] = deque()
         # Sequences of which there is more to tell.
-        self._open = {
-            sequence: _Told(
-                TextStream(tokenizer, sequence.params.hidden_stops), request.num_prompt, prompt
-            )
-            for prompt, request in enumerate(requests)
-            for sequence in request.sequences
-        }
+        self._open: dict[Sequence, _Told] = {}
+        for prompt, request in enumerate(requests):
+            for sequence in request.sequences:
+                text = TextStream(tokenizer, sequence.params.hidden_stops)
+                self._open[sequence] = _Told(text, request.num_prompt, prompt)
 
     def __next__(self) -> StreamEvent:
         while not self._events:

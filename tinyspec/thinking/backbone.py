@@ -36,27 +36,26 @@ class Backbone:
     @classmethod
     def of(cls, model: Any) -> Backbone:
         """Raises UnsupportedModelError naming what is missing."""
-        name = type(model).__name__
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if head is None:
-            raise UnsupportedModelError(f"{name} cannot think: it has no unembedding")
-        decoder = decoder_of(model)
+        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head, decoder, reason = get_head(), decoder_of(model), ""
         parts: dict[str, Any] = {part: getattr(decoder, part, None) for part in PARTS}
-        missing = [part for part, module in parts.items() if not isinstance(module, nn.Module)]
-        if missing:
-            lacks = ", ".join(missing)
-            raise UnsupportedModelError(
-                f"{name} cannot think: {type(decoder).__name__} has no {lacks}; models with "
-                f"{', '.join(PARTS)} can (Llama, Qwen, Gemma 3, Mistral, ...)"
-            )
-        if not isinstance(parts["layers"], nn.ModuleList) or len(parts["layers"]) < 2:
-            raise UnsupportedModelError(f"{name} cannot think: it needs two decoder layers or more")
-        for index, layer in enumerate(parts["layers"]):
-            if "position_embeddings" not in inspect.signature(layer.forward).parameters:
-                raise UnsupportedModelError(
-                    f"{name} cannot think: its layer {index} ({type(layer).__name__}) takes no "
-                    "position_embeddings"
-                )
+        lacks = ", ".join(n for n, module in parts.items() if not isinstance(module, nn.Module))
+        layers = parts["layers"]
+        if head is None:
+            reason = "it has no unembedding"
+        elif lacks:
+            reason = f"{type(decoder).__name__} has no {lacks}; models with {', '.join(PARTS)} can "
+            reason += "(Llama, Qwen, Gemma 3, Mistral, ...)"
+        elif not isinstance(layers, nn.ModuleList) or len(layers) < 2:
+            reason = "it needs two decoder layers or more"
+        else:
+            for index, layer in enumerate(layers):
+                if "position_embeddings" not in inspect.signature(layer.forward).parameters:
+                    kind = type(layer).__name__
+                    reason = f"its layer {index} ({kind}) takes no position_embeddings"
+                    break
+        if reason:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot think: {reason}")
         return cls(head=head, **parts)
 
     @property
@@ -108,10 +107,8 @@ class DenseLayer(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, T, d] to the same."""
         length = hidden.shape[1]
-        mask = hidden.new_zeros((1, 1, length, length))
-        if self.causal:
-            lowest = torch.finfo(hidden.dtype).min
-            mask = torch.full_like(mask, lowest).triu(1)
+        ahead = torch.finfo(hidden.dtype).min if self.causal else 0.0
+        mask = hidden.new_full((1, 1, length, length), ahead).triu(1)
         found = self.layer(
             hidden,
             attention_mask=mask,
