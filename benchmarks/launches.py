@@ -34,7 +34,7 @@ from tinyspec.kernels import backend
 from tinyspec.model import install
 from tinyspec.model.linears import KernelLinear
 from tinyspec.runner import batch as batches
-from tinyspec.runner.device_queue import Transfer
+from tinyspec.runner.device_queue import Pending
 
 PAGE = 128
 # Read as many rows of their first argument as they return.
@@ -194,11 +194,11 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
         if isinstance(module, KernelLinear):
             module._linear = kernels.linear
     sampler.kernels = replace(kernels, sample=_sample_zero(watched(kernels.sample)))
-    fetch = Transfer.fetch
+    fetch = Pending.fetch
 
-    def counted(transfer: Transfer) -> Any:
+    def counted(pending: Pending[Any]) -> Any:
         found.fetches += 1
-        return fetch(transfer)
+        return fetch(pending)
 
     def sent(*args: Any) -> None:
         with _disable_current_modes():
@@ -207,7 +207,7 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
     overwrite = batches.overwrite
     with (
         patch.object(runner, "run", watched(run)),
-        patch.object(Transfer, "fetch", counted),
+        patch.object(Pending, "fetch", counted),
         patch.object(batches, "overwrite", sent),
     ):
         yield

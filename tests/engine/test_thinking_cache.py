@@ -173,7 +173,7 @@ def test_thoughts_of_fast_passes_outlive_a_preemption():
         request = engine.tracker.requests[name]
         while request.thoughts.unthought:
             engine.step()
-        fast = [thought.token_ids for thought in request.thoughts.found]
+        fast = [made.thought.token_ids for made in request.thoughts.found]
         assert fast != [thought.token_ids for thought in cold[0]]
         beside = engine.add_request(prompt_of(6, 3), exact(60, thinking=False))
         while not engine.tracker.requests[beside].sequences[0].num_generated:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from tinyspec import Engine, EngineConfig
-from tinyspec.runner.device_queue import DeviceQueue, Pending
+from tinyspec.engine.launcher import Launcher
+from tinyspec.runner.device_queue import Pending
 
 
 class TooEarly(BaseException):
@@ -47,7 +49,7 @@ class LatePending:
         return self._done.fetch()
 
 
-class LateQueue(DeviceQueue):
+class LateQueue:
     """waiting: work that was handed over. most: how much there was at once. launches, fetches: how
     often either was called."""
 
@@ -63,6 +65,14 @@ class LateQueue(DeviceQueue):
         return pending
 
 
+QUEUES: WeakKeyDictionary[Launcher, LateQueue] = WeakKeyDictionary()
+
+
+def _launch(launcher: Launcher, launched: Any, work: Callable[[], Any]) -> Any:
+    launched.pending = QUEUES.setdefault(launcher, LateQueue()).launch(work)
+    return launched
+
+
 def force(patches: pytest.MonkeyPatch) -> None:
     """Engines overlap on a late device, unless their config says that they do not overlap."""
     resolve = EngineConfig.resolve
@@ -72,10 +82,8 @@ def force(patches: pytest.MonkeyPatch) -> None:
         return found if config.overlap is not None else replace(found, overlap=True)
 
     patches.setattr(EngineConfig, "resolve", forced)
-    patches.setattr("tinyspec.engine.launcher.DeviceQueue", LateQueue)
+    patches.setattr(Launcher, "launch", _launch)
 
 
 def queue_of(engine: Engine) -> LateQueue:
-    found = engine.core.launcher.queue
-    assert isinstance(found, LateQueue)
-    return found
+    return QUEUES.setdefault(engine.core.launcher, LateQueue())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinyspec.kernels.backend import Kernels
 from tinyspec.runner.batch import PackedPass
-from tinyspec.runner.device_queue import DeviceQueue, Pending, to_device
+from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
 from tinyspec.runner.sampler import SampleBatch, Sampled, Sampler, Sampling
@@ -245,12 +245,9 @@ class Launcher:
     sampler: Sampler
     thinker: Thinker | None = None
 
-    def __post_init__(self) -> None:
-        self.queue = DeviceQueue()
-
     def launch(self, launched: InFlightPass, work: Callable[[], Results]) -> InFlightPass:
         """Start what ``pack`` has drawn up."""
-        launched.pending = self.queue.launch(work)
+        launched.pending = Pending(work)
         return launched
 
     def pack(

@@ -63,7 +63,7 @@ def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Though
     """Those made so far, from chunk ``first`` on; None where the prompt is not thought about."""
     if request.thoughts is None:
         return None
-    found = request.thoughts.found[first:]
+    found = [made.thought for made in request.thoughts.found[first:]]
     return [replace(thought, text=decode(tokenizer, thought.token_ids)) for thought in found]
 
 

@@ -7,23 +7,14 @@ was handed over. On a CPU it is done at once. Knows tensors, not what they mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from tinyspec.scheduler.sequence_table import Array
 
-
-class HasTensors(Protocol):
-    """Results of work on the device."""
-
-    def tensors(self) -> list[Tensor | None]:
-        """Those that the host wants to see."""
-        ...
-
-
-R = TypeVar("R", bound=HasTensors)
+R = TypeVar("R")
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
@@ -46,14 +37,23 @@ def overwrite(target: Tensor, values: Array) -> None:
 
 
 class Pending(Generic[R]):
-    """Results of work that was handed over; what it raised is raised where they are asked for."""
+    """Results of ``work``, which is handed over when this is made; it may ask for those of what was
+    handed over before. ``results.tensors()``, some None, are on their way to the host. What it
+    raised is raised where they are asked for."""
 
     def __init__(self, work: Callable[[], R]):
         self.failed = False  # whether it is known to have raised
         self._error: Exception | None = None
+        self._arrived: torch.cuda.Event | None = None
         try:
-            self._results = work()
-            self._transfer = Transfer(self._results.tensors())
+            found: Any = work()
+            self._results: R = found
+            tensors: list[Tensor | None] = found.tensors()
+            self._host = [None if tensor is None else _to_host(tensor) for tensor in tensors]
+            device = next((tensor.device for tensor in tensors if tensor is not None), None)
+            if device is not None and device.type == "cuda":
+                self._arrived = torch.cuda.Event()
+                self._arrived.record(torch.cuda.current_stream(device))
         except Exception as error:
             self._error, self.failed = error, True
 
@@ -73,32 +73,8 @@ class Pending(Generic[R]):
                 raise error
             finally:
                 del error
-        return self._transfer.fetch()
-
-
-class DeviceQueue:
-    """Hands work over, one after the other."""
-
-    def launch(self, work: Callable[[], R]) -> Pending[R]:
-        """Start ``work``, which may ask for the results of what was launched before it."""
-        return Pending(work)
-
-
-class Transfer:
-    """Tensors on their way to the host; a None among them stays one."""
-
-    def __init__(self, tensors: list[Tensor | None]):
-        self._host = [None if tensor is None else _to_host(tensor) for tensor in tensors]
-        self._event: torch.cuda.Event | None = None
-        device = next((tensor.device for tensor in tensors if tensor is not None), None)
-        if device is not None and device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
-
-    def fetch(self) -> list[Array | None]:
-        """Waits until they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._arrived is not None:
+            self._arrived.synchronize()
         return [None if tensor is None else tensor.numpy() for tensor in self._host]
 
 

@@ -148,7 +148,7 @@ class Admission:
             return None
         pages, canonical = self.prefix.match(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
-        free = self.pool.num_free - self.pool.num_idle(pages)
+        free = self.pool.num_free - len(self.pool.idle.keys() & pages)
         if len(self.table) and free < need + len(self.table):
             return None
         return sequence, pages, canonical

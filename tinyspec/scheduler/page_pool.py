@@ -53,10 +53,6 @@ class PagePool:
         """Pages without an owner, idle ones included."""
         return self.num_pages - self.num_held
 
-    def num_idle(self, pages: list[int]) -> int:
-        """How many of ``pages`` are idle."""
-        return len([page for page in pages if page in self.idle])
-
     def pages_for(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens need."""
         return -(-tokens // self.page_size)

@@ -71,7 +71,7 @@ class PrefixCache:
             end, thoughts = (number + 1) * self.pool.page_size, sequence.request.thoughts
             canonical = sequence.canonical >= end
             # So are the thoughts that positions up to there, and their chunks, hang on.
-            canonical &= thoughts is None or thoughts.canonical >= end // thoughts.chunk_size
+            canonical &= thoughts is None or thoughts.canonical_up_to(end)
             key = (self._version, canonical, digests[number])
             # One page is enough for the same tokens.
             if page not in self.keys and key not in self.pages:

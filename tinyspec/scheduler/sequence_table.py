@@ -217,8 +217,6 @@ class SequenceTable(Columns):
 
     def drafts_are_full(self, rows: Array) -> Array:
         """[n] bool: whether no further draft may wait, or the drafter has ended them."""
-        if not len(rows):
-            return np.zeros(0, np.bool_)
         ended = self.proposed[rows] | self.draft_ended[rows]
         return ended | (self.num_drafts[rows] >= self.draft_limits(rows))
 
@@ -227,12 +225,9 @@ class SequenceTable(Columns):
 
         A draft in the place of a token is replaced by it; those behind stay in their places.
         """
-        if not len(rows):
-            return
         starts = self.length[rows]
-        ends = starts + counts
         _write(self.ids, rows, starts, counts, tokens)
-        self.length[rows] = ends
+        self.length[rows] = starts + counts
 
     def write_logprobs(self, rows: Array, starts: Array, counts: Array, values: Array) -> None:
         """The first ``counts`` [n] of ``values`` [n, W] for the tokens from ``starts`` [n] on."""

@@ -15,7 +15,8 @@ from tinyspec.outputs import Thought
 
 
 class Made(NamedTuple):
-    """A thought and its state. canonical: as in ``Thoughts``."""
+    """A thought and its state [chunk_size, d], None for zero. canonical: made of canonical hidden
+    states, and so were those before it."""
 
     thought: Thought
     state: Any
@@ -27,21 +28,18 @@ class Thoughts:
     """Of a prompt of ``num_prompt`` tokens in chunks of ``chunk_size``.
 
     window: most chunks that run at once while thoughts are missing; None: all. width: how many do
-    now, fewer where what ran ahead was in vain. found: of the first chunks. states: of each,
-    [chunk_size, d], None for zero. rest: hidden states [r, d] of the chunk that is partly computed.
-    root: begins the hashes of its pages; says who thinks, and how. canonical: how many of the first
-    were made of canonical hidden states; others outlive a preemption, so that canonical passes may
-    compute what deterministic requests must not start from.
+    now, fewer where what ran ahead was in vain. found: of the first chunks; those that are not
+    canonical outlive a preemption, so that canonical passes may compute what deterministic requests
+    must not start from. rest: hidden states [r, d] of the chunk that is partly computed. root:
+    begins the hashes of its pages; says who thinks, and how.
     """
 
     chunk_size: int
     num_prompt: int
     window: int | None
-    found: list[Thought] = field(default_factory=list)
-    states: list[Any] = field(default_factory=list)
+    found: list[Made] = field(default_factory=list)
     rest: Any = None
     root: bytes = b"thinking"
-    canonical: int = 0
     width: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
@@ -74,9 +72,8 @@ class Thoughts:
 
     def add(self, thought: Thought, state: Any, canonical: bool) -> None:
         """The thought of the next chunk. canonical: its hidden states are, given those before."""
-        self.canonical += canonical and self.canonical == len(self.found)
-        self.found.append(thought)
-        self.states.append(state)
+        canonical &= not self.found or self.found[-1].canonical
+        self.found.append(Made(thought, state, canonical))
         self.rest = None
 
     def looked(self, chunks: int, thinking: int | None) -> None:
@@ -91,9 +88,12 @@ class Thoughts:
 
     def made(self, first: int, end: int) -> list[Made]:
         """Those of the chunks that end behind position ``first`` and at ``end`` at the latest."""
-        chunks = range(first // self.chunk_size, end // self.chunk_size)
-        known = [n for n in chunks if n < len(self.found)]
-        return [Made(self.found[n], self.states[n], n < self.canonical) for n in known]
+        return self.found[first // self.chunk_size : end // self.chunk_size]
+
+    def canonical_up_to(self, end: int) -> bool:
+        """Whether those of the chunks that end at ``end`` at the latest are."""
+        chunks = end // self.chunk_size
+        return len(self.found) >= chunks and (not chunks or self.found[chunks - 1].canonical)
 
     def adopt(self, made: list[Made]) -> None:
         """Of the first chunks, made for another prompt; those that are known stay."""
@@ -102,14 +102,14 @@ class Thoughts:
 
     def forget(self) -> None:
         """The model changed."""
-        self.found, self.states, self.rest, self.canonical = [], [], None, 0
+        self.found, self.rest = [], None
 
     def added(self, first: int, end: int) -> Iterator[tuple[int, Any]]:
         """(position, states [n, d] from there on) of what is added to positions ``first`` to
         ``end - 1``."""
         size, end = self.chunk_size, min(end, self.num_prompt)
         for chunk in range(max(first // size, 1), -(-end // size)):
-            if chunk <= len(self.states) and (state := self.states[chunk - 1]) is not None:
+            if chunk <= len(self.found) and (state := self.found[chunk - 1].state) is not None:
                 begin = max(first, chunk * size)
                 yield begin, state[begin - chunk * size : end - chunk * size]
 
