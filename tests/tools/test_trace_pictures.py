@@ -15,8 +15,8 @@ from tests.support.mixes import HalfLiar
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.drawing import COLOURS, LEGEND, html, svg, timeline
-from tinyspec.tools.terminal import laid_out, lines
+from tinyspec.tools.drawing import LEGEND, html, svg, timeline
+from tinyspec.tools.terminal import LOOKS, laid_out, lines
 from tinyspec.tools.trace import cells_of, diagrams, find_verify, read
 
 KINDS = ("svg", "html")
@@ -49,7 +49,7 @@ def test_every_token_has_a_cell(saved):
     cells = Counter(
         c for one in run.passes for w in one.works for c in cells_of(w, one.record.canonical)
     )
-    assert set(cells) <= set(LEGEND) <= set(COLOURS)
+    assert set(cells) <= set(LEGEND) <= set(LOOKS)
     tokens = ("accepted", "bonus", "canonical", "riding", "plain")
     assert sum(cells[name] for name in tokens) == stats.committed == 20 * count
     assert cells["accepted"] == stats.accepted > 0
