@@ -7,7 +7,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -203,7 +202,7 @@ def _run(
     shown = sys.stderr.isatty() and (write is not None or not sys.stdout.isatty())
     aborted = False
     with (
-        tqdm(total=len(keys), unit="completion", delay=2.0) if shown else nullcontext() as bar,
+        tqdm(total=len(keys), unit="completion", delay=2.0, disable=not shown) as bar,
         between_steps(),
         engine.follow(requests) as events,
     ):
@@ -214,18 +213,13 @@ def _run(
                 text.event(event)
             if event.finish_reason is None:
                 continue
-            if bar is not None:
-                bar.update()
+            bar.update()
+            if event.finish_reason == "abort":
+                aborted = True
+                common.say(f"{job.place}: aborted: {event.error}")
             left[event.request_id] -= 1
-            if left[event.request_id]:
-                continue
-            output = output_of(request, engine.tokenizer)
-            if write is not None:
-                write(replace(output, request_id=job.job_id))
-            for completion in output.completions:
-                if completion.finish_reason == "abort":
-                    aborted = True
-                    common.say(f"{job.place}: aborted: {completion.error}")
+            if write is not None and not left[event.request_id]:
+                write(replace(output_of(request, engine.tokenizer), request_id=job.job_id))
     return aborted
 
 
