@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, TextIO
 
@@ -75,27 +75,13 @@ Row = list[Cell]
 
 
 @dataclass
-class Panel:
-    """One stage. enters: what arrows bring into it. cache: what the KV cache after it is called,
-    and kv its parts. model: what the cells pass through to yield outputs, the last output from the
-    last cell; "" where that is not drawn."""
-
-    name: str
-    enters: list[str]
-    cells: list[Cell]
-    cache: str = ""
-    kv: list[Cell] = field(default_factory=list)
-    model: str = ""
-    outputs: list[Cell] = field(default_factory=list)
-
-
-@dataclass
 class Diagram:
-    """Stages from left to right. legend: what colours mean."""
+    """stages: of each, lines of what enters it and its tokens, and of the KV cache after it.
+    legend: what colours mean."""
 
     title: str
-    panels: list[Panel]
-    legend: list[Cell]
+    stages: dict[str, list[Row]]
+    legend: Row
     note: str
 
 
@@ -107,31 +93,23 @@ def lines(diagram: Diagram, file: TextIO, width: int = 100) -> list[str]:
 
 def laid_out(diagram: Diagram, width: int = 100) -> list[Row]:
     """The rows of a diagram, with signs before its cells and blanks between them."""
-    indent = max(len(panel.name) for panel in diagram.panels) + 2
-    found = _filled([Cell(diagram.title, "bold"), *_marked(diagram.legend)], width)
-    for panel in diagram.panels:
-        enters = [Cell(f"{words} {ARROW}") for words in panel.enters]
-        model = [Cell(f"{ARROW} {panel.model} {ARROW}")] if panel.model else []
-        parts = [*enters, *_marked(panel.cells), *model, *_marked(panel.outputs)]
-        told = _filled(parts, width - indent)
-        if panel.kv:
-            told += _filled([Cell(f"{panel.cache}:"), *_marked(panel.kv)], width - indent)
-        for name, row in zip_longest([panel.name], told, fillvalue=""):
+    indent = max(map(len, diagram.stages)) + 2
+    found = _filled([Cell(diagram.title, "bold"), *diagram.legend], width)
+    for stage, parts in diagram.stages.items():
+        told = [row for part in parts for row in _filled(part, width - indent)]
+        for name, row in zip_longest([stage], told, fillvalue=""):
             found.append([Cell(name.ljust(indent)), *row])
     return found + [[Cell(line)] for line in textwrap.wrap(diagram.note, width)]
 
 
-def _filled(cells: list[Cell], width: int) -> list[Row]:
+def _filled(cells: Row, width: int) -> list[Row]:
     """Cells side by side, in as many rows as they need."""
     found, room = [list[Cell]()], width
     for cell in cells:
-        if found[-1] and len(cell.text) > room:
+        sign = f"{LOOKS[cell.colour].sign} " if cell.colour not in ("", "bold") else ""
+        text = sign + cell.text
+        if found[-1] and len(text) > room:
             found, room = [*found, []], width
-        found[-1] += [cell, Cell("  ")]
-        room -= len(cell.text) + 2
+        found[-1] += [Cell(text, cell.colour), Cell("  ")]
+        room -= len(text) + 2
     return found
-
-
-def _marked(cells: list[Cell]) -> Row:
-    """Texts behind their signs."""
-    return [Cell(f"{LOOKS[cell.colour].sign} {cell.text}", cell.colour) for cell in cells]
