@@ -12,14 +12,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from inspect import getdoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
@@ -29,8 +29,8 @@ from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
+    from tinyspec.scheduler.request import Request
 
-Result = TypeVar("Result")
 STANDARD_INPUT = "-"
 # As shells report a process that Ctrl-C has ended.
 INTERRUPTED = 130
@@ -307,18 +307,18 @@ def _job_of(
     return Job("line", line.number, line.place, params, row_id=row_id, **own)
 
 
-def by_place(
-    jobs: list[Job],
-    run: Callable[[list[Job]], list[Result]],
-    errors: type[Exception] = Exception,  # chat templates raise any
-) -> list[Result]:
-    """``run(jobs)``. Raises ValueError naming the place of the first job that it refuses."""
-    try:
-        return run(jobs)
-    except errors:
+def requests_of(engine: Engine, jobs: list[Job]) -> list[Request]:
+    """One for each job, in an engine that is ready. Raises ValueError naming the place of the first
+    that it refuses."""
+    requests = []
+    with engine.lock("generate"):
+        ready = engine.ready()
         for job in jobs:
             try:
-                run([job])
-            except errors as error:
+                if job.continuation is None:
+                    requests += ready.requests([job.prompt], job.params)
+                else:
+                    requests += ready.scored([job.prompt], [job.continuation], job.params)
+            except Exception as error:  # chat templates raise any
                 raise ValueError(f"{job.place}: {error}") from error
-        raise
+    return requests

@@ -190,10 +190,7 @@ def _run(
 
     from tinyspec.engine.results import output_of
 
-    requests = common.by_place(
-        jobs,
-        lambda some: engine.prepare([job.prompt for job in some], [job.params for job in some]),
-    )
+    requests = common.requests_of(engine, jobs)
     of = {r.request_id: (r, job) for r, job in zip(requests, jobs, strict=True)}
     keys = [(r.request_id, sequence.index) for r in requests for sequence in r.sequences]
     left = {request.request_id: len(request.sequences) for request in requests}
@@ -255,13 +252,11 @@ def score(options: Namespace) -> int:
     if not pairs:
         raise refuse("pairs", [], "at least one prompt and its continuation")
     with common.engine_of(options) as engine:
+        from tinyspec.engine.results import scores_of
 
-        def scored(some: list[common.Job]) -> list[list[float]]:
-            texts = [pair.prompt for pair in some], [pair.continuation for pair in some]
-            progress = len(some) > 1 and sys.stderr.isatty()
-            return engine.score(*texts, [pair.params for pair in some], progress=progress)
-
-        scores = common.by_place(pairs, scored, ValueError)
+        requests = common.requests_of(engine, pairs)
+        progress = len(pairs) > 1 and sys.stderr.isatty()
+        scores = scores_of(engine.finish(requests, progress))
         fingerprint = engine.fingerprint
     for pair, logprobs in zip(pairs, scores, strict=True):
         if options.json:
