@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
-import signal
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
-from tinyspec.interrupts import in_main_thread
+from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput, no_name_twice
 from tinyspec.sampling_params import SamplingParams
 
@@ -152,26 +150,13 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
 
 
 def load_libraries() -> None:
-    """Import what every engine needs. Ctrl-C meanwhile must raise no exception: code in C++ that
-    runs while torch is imported would end the process with a message of its own."""
-    before = signal.getsignal(signal.SIGINT)
-    held = in_main_thread() and before is signal.default_int_handler
-    if held:
-        signal.signal(signal.SIGINT, _end)
-    try:
+    """Import what every engine needs. Ctrl-C takes effect behind that: where it raised an exception
+    in the middle, code in C++ would end the process with a message of its own."""
+    with between_steps():
         import torch  # noqa: F401
         import transformers  # noqa: F401
 
         import tinyspec.engine.engine  # noqa: F401
-    finally:
-        if held:
-            signal.signal(signal.SIGINT, before)
-
-
-def _end(*_: Any) -> None:
-    start = "\n" if sys.stderr.isatty() else ""
-    os.write(2, f"{start}tinyspec: interrupted\n".encode())
-    os._exit(INTERRUPTED)
 
 
 def say(message: str) -> None:
