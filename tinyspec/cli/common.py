@@ -52,7 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Those of EngineConfig, and of Engine.from_pretrained.
 CONFIG = ("reference_rows", "max_rows", "max_model_len", "kv_dtype")
-LOADING = ("revision", "trust_remote_code", "dtype", "device")
+SOURCE = ("revision", "trust_remote_code")
+LOADING = (*SOURCE, "dtype", "device")
 MODEL = ("model", *LOADING)
 # What some commands import, and the extra that brings it.
 EXTRAS = {"ray": "ray", "pyarrow": "ray", "openai": "serve", "fastapi": "serve"}
@@ -139,8 +140,8 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
     if not terminal:
         logging.disable_progress_bar()
     where = options.dtype, options.device, config
-    code = given(options, LOADING[:2])
-    with Engine.from_pretrained(model_name(options), *where, **code) as engine:
+    source = given(options, SOURCE)
+    with Engine.from_pretrained(model_name(options), *where, **source) as engine:
         yield engine
         stats = engine.stats()
         if terminal and stats.committed:
