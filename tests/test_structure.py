@@ -183,7 +183,7 @@ def test_one_place_reads_the_environment_beside_keys():
             if getattr(node, "attr", None) in ("environ", "getenv"):
                 readers.add(name)
     # A key given as an option would stand in the list of processes.
-    keys = {"tinyspec.cli.probe", "tinyspec.cli.serve"}
+    keys = {"tinyspec.cli.reports", "tinyspec.cli.serve"}
     assert readers <= {"tinyspec.kernels.backend", *keys}
 
 

@@ -30,13 +30,13 @@ def test_a_turn_starts_from_the_pages_of_those_before(capsys):
     config = EngineConfig(page_size=4)
     with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
         chat = Chat(engine, SamplingParams(max_new_tokens=20), system="Tell the truth.")
-        outputs = [chat.take(line) for line in (*ASKED, "And 5 + 4?")]
+        answers = [chat.take(line) for line in (*ASKED, "And 5 + 4?")]
     before = 0
-    for output in outputs:
-        (completion,) = output.completions
-        assert completion.stats.cached_prompt_tokens == before // 4 * 4
-        assert completion.finish_reason == "stop" and len(completion.token_ids) > 4
-        before = len(output.prompt_token_ids) + len(completion.token_ids) - 1
+    for answer in answers:
+        tokens = [token for event in answer for token in event.token_ids]
+        assert {event.cached_prompt_tokens for event in answer} == {before // 4 * 4}
+        assert answer[-1].finish_reason == "stop" and len(tokens) > 4
+        before = answer[0].num_prompt_tokens + len(tokens) - 1
 
 
 def test_ctrl_c_ends_the_answer_alone(served, capsys, monkeypatch):
@@ -51,10 +51,11 @@ def test_ctrl_c_ends_the_answer_alone(served, capsys, monkeypatch):
         advance()
 
     monkeypatch.setattr(served[0].tracker, "advance", interrupted)
-    completion = chat.take("What is 1 + 2?").completions[0]
-    assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 9
+    told = chat.take("What is 1 + 2?")
+    assert 0 < sum(len(event.token_ids) for event in told) < 9
+    assert told[-1].finish_reason is None
     assert not served[0].has_unfinished()
-    assert chat.take("And now?").completions[0].finish_reason == "length"
+    assert chat.take("And now?")[-1].finish_reason == "length"
 
 
 def test_ctrl_c_at_the_prompt(command, served, monkeypatch):

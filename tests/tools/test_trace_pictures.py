@@ -5,7 +5,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ from tests.support.mixes import HalfLiar
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.drawing import COLOURS, LEGEND, html, svg, timeline
-from tinyspec.tools.terminal import laid_out, lines
-from tinyspec.tools.trace import cells_of, diagrams, find_verify, read
+from tinyspec.tools.drawing import LEGEND, html, svg, timeline
+from tinyspec.tools.terminal import LOOKS, laid_out, lines
+from tinyspec.tools.trace import MODEL, cells_of, diagrams, find_verify, read
 
 KINDS = ("svg", "html")
 
@@ -49,7 +49,7 @@ def test_every_token_has_a_cell(saved):
     cells = Counter(
         c for one in run.passes for w in one.works for c in cells_of(w, one.record.canonical)
     )
-    assert set(cells) <= set(LEGEND) <= set(COLOURS)
+    assert set(cells) <= set(LEGEND) <= set(LOOKS)
     tokens = ("accepted", "bonus", "canonical", "riding", "plain")
     assert sum(cells[name] for name in tokens) == stats.committed == 20 * count
     assert cells["accepted"] == stats.accepted > 0
@@ -94,12 +94,36 @@ def seed(name):
     return (SEEDS / f"{name}.txt").read_text(encoding="utf-8").translate(DIGITS)
 
 
+@dataclass
+class Stage:
+    """What enters a stage, its tokens, what the model makes of them, parts of the KV cache."""
+
+    enters: list
+    cells: list
+    outputs: list
+    kv: list
+
+
+def stages_of(diagram):
+    found = []
+    for first, *cache in diagram.stages.values():
+        texts = [cell.text for cell in first]
+        end = texts.index(MODEL.text) if MODEL.text in texts else len(first)
+        entering = [
+            cell.text.removesuffix(" \N{RIGHTWARDS ARROW}") for cell in first if not cell.colour
+        ]
+        cells = [cell for cell in first[:end] if cell.colour]
+        found.append(
+            Stage(entering, cells, first[end + 1 :], [c for row in cache for c in row[1:]])
+        )
+    return found
+
+
 def labels_of(diagram):
     """All that is written in it."""
+    rows = [row for stage in diagram.stages.values() for row in stage]
     found = [diagram.title, *(cell.text for cell in diagram.legend), diagram.note]
-    for panel in diagram.panels:
-        found += [panel.name, *panel.enters, panel.cache, panel.model]
-        found += [cell.text for cell in (*panel.kv, *panel.cells, *panel.outputs)]
+    found += [*diagram.stages, *(cell.text for row in rows for cell in row)]
     return [label for label in found if label]
 
 
@@ -184,7 +208,7 @@ def test_the_colours_of_the_cache_are_those_of_the_seed(verifies):
     for stage in ("Blue cylinder (initial", "yellow lower section", "green lower section"):
         assert stage in words
     for rollback, (diagram, _) in verifies.items():
-        prefill, decode, verify, outcome = diagram.panels
+        prefill, decode, verify, outcome = stages_of(diagram)
         assert [part.colour for part in prefill.kv] == ["prompt"]
         assert [part.colour for part in decode.kv][-1] == ("prompt" if rollback else "draft")
         assert [part.colour for part in verify.kv][-1] == "accepted"
@@ -199,7 +223,7 @@ def test_the_colours_of_the_cache_are_those_of_the_seed(verifies):
 def test_a_verify_says_what_is_so(verifies):
     """KV behind the last accepted token, and not the verifier's own; requests of each pass."""
     for rollback, (diagram, run) in verifies.items():
-        prefill, decode, verify, outcome = diagram.panels
+        prefill, decode, verify, outcome = stages_of(diagram)
         lane = run.lanes[0]
         number = int(diagram.title.rpartition(" ")[2])
         (work,) = [w for one, w in run.of(lane) if one.record.number == number]
@@ -215,7 +239,7 @@ def test_a_verify_says_what_is_so(verifies):
         note = diagram.note
         assert ("T3' dropped, T3 kept (the verifier's own)" in note) == rollback
         assert ("cut behind" in note) is False and ("KV the next pass" in note) == rollback
-        others = [panel.enters[-1] for panel in (prefill, decode, verify)]
+        others = [stage.enters[-1] for stage in (prefill, decode, verify)]
         if rollback:
             assert others == [
                 "other requests: 0",
@@ -244,7 +268,7 @@ def test_prefill_and_decode_as_in_their_seed(kind, tmp_path, capsys):
         assert label in told, label
     works = [work for _, work in run.of(run.lanes[0])]
     tokens = [token for work in works for token in work.tokens]
-    prefill, decode = diagram.panels
+    prefill, decode = stages_of(diagram)
     assert works[-1].end == "stop" and decode.outputs[-1].text.endswith(" EoS")
     assert prefill.outputs[0].text == decode.cells[0].text == run.text(tokens[0])
     assert [c.text for c in decode.outputs[:3]] == [c.text for c in decode.cells[1:4]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tinyspec.cli import common
 from tinyspec.errors import TinyspecError, refuse
 from tinyspec.interrupts import between_steps
-from tinyspec.outputs import RequestOutput
+from tinyspec.outputs import StreamEvent
 from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -69,30 +69,23 @@ class Chat:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._system)
 
-    def take(self, line: str) -> RequestOutput | None:
-        """Stream the answer to a message, which Ctrl-C ends where it is; or begin again. Raises
-        ValueError and TinyspecError; the conversation then stays as it was."""
-        from tinyspec.engine.prompts import to_token_ids
-        from tinyspec.engine.results import output_of
-
+    def take(self, line: str) -> list[StreamEvent]:
+        """Stream the answer to a message, which Ctrl-C ends where it is, and return its events; or
+        begin again. Raises ValueError and TinyspecError; the conversation then stays as it was."""
+        told: list[StreamEvent] = []
         if line.strip() == "/clear":
             self._messages = list(self._system)
-            return None
+            return told
         messages = [*self._messages, {"role": "user", "content": line}]
-        ids = to_token_ids(messages, self.engine.tokenizer)
-        (request,) = self.engine.prepare([ids], self.params)
-        try:
-            with between_steps(), self.engine.follow([request]) as events:
-                for event in events:
-                    print(event.text, end="", flush=True)
-        except KeyboardInterrupt:
-            pass
+        stream = self.engine.stream([messages], self.params)
+        with suppress(KeyboardInterrupt), between_steps(), stream as events:
+            for event in events:
+                told.append(event)
+                print(event.text, end="", flush=True)
         print()
-        output = output_of(request, self.engine.tokenizer)
-        (completion,) = output.completions
-        if completion.error is not None:
-            raise ValueError(f"the answer was aborted: {completion.error}")
+        if told and told[-1].error is not None:
+            raise ValueError(f"the answer was aborted: {told[-1].error}")
         # The template puts what stands before an answer; a blank twice would not be its tokens.
-        content = (completion.text or "").lstrip()
+        content = "".join(event.text or "" for event in told).lstrip()
         self._messages = [*messages, {"role": "assistant", "content": content}]
-        return output
+        return told

@@ -8,29 +8,27 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from inspect import getdoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
-from tinyspec.interrupts import in_main_thread
+from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput, no_name_twice
 from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
+    from tinyspec.scheduler.request import Request
 
-Result = TypeVar("Result")
 STANDARD_INPUT = "-"
 # As shells report a process that Ctrl-C has ended.
 INTERRUPTED = 130
@@ -54,7 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Those of EngineConfig, and of Engine.from_pretrained.
 CONFIG = ("reference_rows", "max_rows", "max_model_len", "kv_dtype")
-LOADING = ("revision", "trust_remote_code", "dtype", "device")
+SOURCE = ("revision", "trust_remote_code")
+LOADING = (*SOURCE, "dtype", "device")
 MODEL = ("model", *LOADING)
 # What some commands import, and the extra that brings it.
 EXTRAS = {"ray": "ray", "pyarrow": "ray", "openai": "serve", "fastapi": "serve"}
@@ -141,8 +140,8 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
     if not terminal:
         logging.disable_progress_bar()
     where = options.dtype, options.device, config
-    code = given(options, LOADING[:2])
-    with Engine.from_pretrained(model_name(options), *where, **code) as engine:
+    source = given(options, SOURCE)
+    with Engine.from_pretrained(model_name(options), *where, **source) as engine:
         yield engine
         stats = engine.stats()
         if terminal and stats.committed:
@@ -152,26 +151,13 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
 
 
 def load_libraries() -> None:
-    """Import what every engine needs. Ctrl-C meanwhile must raise no exception: code in C++ that
-    runs while torch is imported would end the process with a message of its own."""
-    before = signal.getsignal(signal.SIGINT)
-    held = in_main_thread() and before is signal.default_int_handler
-    if held:
-        signal.signal(signal.SIGINT, _end)
-    try:
+    """Import what every engine needs. Ctrl-C takes effect behind that: where it raised an exception
+    in the middle, code in C++ would end the process with a message of its own."""
+    with between_steps():
         import torch  # noqa: F401
         import transformers  # noqa: F401
 
         import tinyspec.engine.engine  # noqa: F401
-    finally:
-        if held:
-            signal.signal(signal.SIGINT, before)
-
-
-def _end(*_: Any) -> None:
-    start = "\n" if sys.stderr.isatty() else ""
-    os.write(2, f"{start}tinyspec: interrupted\n".encode())
-    os._exit(INTERRUPTED)
 
 
 def say(message: str) -> None:
@@ -307,18 +293,18 @@ def _job_of(
     return Job("line", line.number, line.place, params, row_id=row_id, **own)
 
 
-def by_place(
-    jobs: list[Job],
-    run: Callable[[list[Job]], list[Result]],
-    errors: type[Exception] = Exception,  # chat templates raise any
-) -> list[Result]:
-    """``run(jobs)``. Raises ValueError naming the place of the first job that it refuses."""
-    try:
-        return run(jobs)
-    except errors:
+def requests_of(engine: Engine, jobs: list[Job]) -> list[Request]:
+    """One for each job, in an engine that is ready. Raises ValueError naming the place of the first
+    that it refuses."""
+    requests = []
+    with engine.lock("generate"):
+        ready = engine.ready()
         for job in jobs:
             try:
-                run([job])
-            except errors as error:
+                if job.continuation is None:
+                    requests += ready.requests([job.prompt], job.params)
+                else:
+                    requests += ready.scored([job.prompt], [job.continuation], job.params)
+            except Exception as error:  # chat templates raise any
                 raise ValueError(f"{job.place}: {error}") from error
-        raise
+    return requests

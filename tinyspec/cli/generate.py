@@ -7,7 +7,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -191,10 +190,7 @@ def _run(
 
     from tinyspec.engine.results import output_of
 
-    requests = common.by_place(
-        jobs,
-        lambda some: engine.prepare([job.prompt for job in some], [job.params for job in some]),
-    )
+    requests = common.requests_of(engine, jobs)
     of = {r.request_id: (r, job) for r, job in zip(requests, jobs, strict=True)}
     keys = [(r.request_id, sequence.index) for r in requests for sequence in r.sequences]
     left = {request.request_id: len(request.sequences) for request in requests}
@@ -203,7 +199,7 @@ def _run(
     shown = sys.stderr.isatty() and (write is not None or not sys.stdout.isatty())
     aborted = False
     with (
-        tqdm(total=len(keys), unit="completion", delay=2.0) if shown else nullcontext() as bar,
+        tqdm(total=len(keys), unit="completion", delay=2.0, disable=not shown) as bar,
         between_steps(),
         engine.follow(requests) as events,
     ):
@@ -214,18 +210,13 @@ def _run(
                 text.event(event)
             if event.finish_reason is None:
                 continue
-            if bar is not None:
-                bar.update()
+            bar.update()
+            if event.finish_reason == "abort":
+                aborted = True
+                common.say(f"{job.place}: aborted: {event.error}")
             left[event.request_id] -= 1
-            if left[event.request_id]:
-                continue
-            output = output_of(request, engine.tokenizer)
-            if write is not None:
-                write(replace(output, request_id=job.job_id))
-            for completion in output.completions:
-                if completion.finish_reason == "abort":
-                    aborted = True
-                    common.say(f"{job.place}: aborted: {completion.error}")
+            if write is not None and not left[event.request_id]:
+                write(replace(output_of(request, engine.tokenizer), request_id=job.job_id))
     return aborted
 
 
@@ -261,13 +252,11 @@ def score(options: Namespace) -> int:
     if not pairs:
         raise refuse("pairs", [], "at least one prompt and its continuation")
     with common.engine_of(options) as engine:
+        from tinyspec.engine.results import scores_of
 
-        def scored(some: list[common.Job]) -> list[list[float]]:
-            texts = [pair.prompt for pair in some], [pair.continuation for pair in some]
-            progress = len(some) > 1 and sys.stderr.isatty()
-            return engine.score(*texts, [pair.params for pair in some], progress=progress)
-
-        scores = common.by_place(pairs, scored, ValueError)
+        requests = common.requests_of(engine, pairs)
+        progress = len(pairs) > 1 and sys.stderr.isatty()
+        scores = scores_of(engine.finish(requests, progress))
         fingerprint = engine.fingerprint
     for pair, logprobs in zip(pairs, scores, strict=True):
         if options.json:

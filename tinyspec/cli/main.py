@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from io import TextIOWrapper
 
-from tinyspec.cli import batch, chat, generate, pictures, probe, reports, serve
+from tinyspec.cli import batch, chat, generate, pictures, reports, serve
 from tinyspec.cli.common import INTERRUPTED, Parser, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
@@ -26,7 +26,7 @@ COMMANDS = {
     "batch": (batch.add_batch, batch.batch),
     "chat": (chat.add_chat, chat.chat),
     "serve": (serve.add_serve, serve.serve),
-    "probe": (probe.add_probe, probe.probe),
+    "probe": (reports.add_probe, reports.probe),
     "score": (generate.add_score, generate.score),
     "doctor": (reports.add_doctor, reports.doctor),
     "audit": (reports.add_audit, reports.audit),

@@ -25,7 +25,6 @@ OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 # What of the request its response does not repeat, and what all responses here have.
 NOT_REPEATED = {"input", "stream", "stream_options"}
 NOTHING = dict.fromkeys(("max_tool_calls", "previous_response_id", "reasoning"))
-ALWAYS = {**NOTHING, "parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}
 THOUGHT = {"output_tokens_details": {"reasoning_tokens": 0}}
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
@@ -310,7 +309,7 @@ class ResponsesReply(Reply):
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         ids = {"token_ids": self._tokens, "prompt_token_ids": self.prompts[0]}
         return {
-            **ALWAYS,
+            **NOTHING,
             **self.body.model_dump(exclude=NOT_REPEATED, by_alias=True),
             **(ids if self.body.return_token_ids else {}),
             **self._head(self.kind),

@@ -80,15 +80,14 @@ class Demo:
     def find(self, seed: int | None, patience: float) -> tuple[int, list[RequestOutput], int]:
         """The first seed (from ``seed`` on, or of those chosen beforehand and all others) with
         which the plain request says something else in the crowd, its outputs, and how many were
-        tried; the first of them where none does in time."""
+        tried; the last of them where none does in time."""
         seeds = chain(SEEDS, count()) if seed is None else count(seed)
-        begun, first = time.perf_counter(), next(seeds)
-        pair = self.pair(first, deterministic=False)
-        one, tried, found = first, 1, pair
-        while _parts_at(found) is None and time.perf_counter() - begun < patience:
-            one, tried = next(seeds), tried + 1
-            found = self.pair(one, deterministic=False)
-        return (first, pair, tried) if _parts_at(found) is None else (one, found, tried)
+        begun = time.perf_counter()
+        for tried, one in enumerate(seeds, 1):
+            pair = self.pair(one, deterministic=False)
+            if _parts_at(pair) is not None or time.perf_counter() - begun >= patience:
+                return one, pair, tried
+        raise AssertionError("seeds do not end")
 
     def show(self, pair: list[RequestOutput]) -> None:
         """Both texts, one below the other, or one where they are the same; from the first token

@@ -9,31 +9,13 @@ from __future__ import annotations
 from html import escape
 
 from tinyspec.engine.trace import PROMPT, Lane, TracedPass, TracedWork, lane_name, title
-from tinyspec.tools.terminal import FULL, SIGNS, Cell, Row
+from tinyspec.tools.terminal import FULL, LOOKS, Cell, Row
 from tinyspec.tools.trace import Run, cells_of, printable, shown
 
-# By name: on a light and on a dark ground.
-COLOURS = {
-    "ground": ("#ffffff", "#14161a"),
-    "ink": ("#1d2127", "#e4e7ec"),
-    "bold": ("#1d2127", "#e4e7ec"),
-    "faint": ("#6a727d", "#98a1ad"),
-    "rule": ("#d4d9df", "#363c45"),
-    "prompt": ("#a9bdd6", "#4d6482"),
-    "canonical": ("#2f6fbf", "#5b9bea"),
-    "dark": ("#1d2127", "#14161a"),
-    "draft": ("#f2b632", "#d99b1c"),
-    "accepted": ("#2e9a62", "#3fb97a"),
-    "generated": ("#2e9a62", "#3fb97a"),
-    "rejected": ("#d0453f", "#ea6a62"),
-    "bonus": ("#8457c7", "#ae88ee"),
-    "riding": ("#9aa3ae", "#7b8592"),
-    "plain": ("#c9cfd6", "#4a525d"),
-}
 # Colours of what is written, without a ground of its own; and of what is written on such a ground,
 # where it is not that of the screen's.
 WRITTEN = ("ink", "bold", "faint")
-INKS = {"draft": "dark", "prompt": "ink", "plain": "ink", "rule": "ink"}
+INKS = {"draft": "dark", "prompt": "ink", "plain": "ink"}
 # What a cell is, and how the legend calls it.
 LEGEND = {
     **{name: name for name in ("prompt", "canonical", "draft", "accepted", "rejected")},
@@ -42,9 +24,7 @@ LEGEND = {
 # Pixels: width of a letter, height of a row, around all. Letters of a token and of names.
 LETTER, LINE, MARGIN = 6.1, 18.0, 8.0
 TOKEN, NAMES = 2, 20
-BARS = " \N{LOWER ONE EIGHTH BLOCK}\N{LOWER ONE QUARTER BLOCK}\N{LOWER THREE EIGHTHS BLOCK}"
-BARS += "\N{LOWER HALF BLOCK}\N{LOWER FIVE EIGHTHS BLOCK}\N{LOWER THREE QUARTERS BLOCK}"
-BARS += "\N{LOWER SEVEN EIGHTHS BLOCK}\N{FULL BLOCK}"
+BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))
 
 
 def timeline(run: Run, most: int | None = None) -> list[Row]:
@@ -76,7 +56,7 @@ def timeline(run: Run, most: int | None = None) -> list[Row]:
 
 def _sign(name: str) -> str:
     """Of a token, so that it is not told by its colour alone."""
-    return SIGNS.get(name, "").ljust(TOKEN)
+    return LOOKS[name].sign.ljust(TOKEN)
 
 
 def _blank(tokens: int) -> Cell:
@@ -86,7 +66,7 @@ def _blank(tokens: int) -> Cell:
 def _head(one: TracedPass, wide: int) -> Cell:
     """The bucket of a pass, and whether it is canonical."""
     record = one.record
-    kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "rule")
+    kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "plain")
     rows = ", ".join(f"{count} {name}" for name, count in record.rows.items() if count)
     told = f"pass {record.number}: {kind}, bucket {record.bucket} {record.way}; rows: {rows}; "
     told += f"{record.committed} committed; {1e3 * record.seconds:.2f} ms"
@@ -153,9 +133,9 @@ def svg(drawings: list[list[Row]]) -> str:
     size = f'width="{right + MARGIN:.0f}" height="{len(rows) * LINE:.0f}"'
     style = "text{font:10px monospace;white-space:pre;pointer-events:none}"
     style += "text.bold{font-weight:600}"
-    for column, media in enumerate(("{}", "@media(prefers-color-scheme:dark){{{}}}")):
-        fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
-        style += media.format("".join(fills))
+    style += "".join(f".{name}{{fill:{look.light}}}" for name, look in LOOKS.items())
+    dark = "".join(f".{name}{{fill:{look.dark}}}" for name, look in LOOKS.items())
+    style += f"@media(prefers-color-scheme:dark){{{dark}}}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
     return "".join((head, f'<rect class="ground" {size}/>', *parts, "</svg>"))
 

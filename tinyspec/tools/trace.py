@@ -25,7 +25,7 @@ from tinyspec.engine.trace import (
     lane_name,
 )
 from tinyspec.scheduler.passes import PassRecord
-from tinyspec.tools.terminal import Cell, Diagram, Panel
+from tinyspec.tools.terminal import ARROW, Cell, Diagram, Row
 
 # A pass and what one completion has in it.
 Part = tuple[TracedPass, TracedWork]
@@ -33,7 +33,7 @@ Part = tuple[TracedPass, TracedWork]
 FEW_DRAFTS = 8
 # Of the tokens shown of a plain request: so many first, so many last.
 FIRST, LAST = 6, 2
-MODEL = "Transformer Model"
+MODEL = Cell(f"{ARROW} Transformer Model {ARROW}")
 
 
 @dataclass
@@ -144,17 +144,22 @@ def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -
     return verify_diagram(run, one, work, names.get(work.request_id, lane_name(work.lane)))
 
 
-def _others(parts: list[Part], lane: Lane) -> list[str]:
+def _others(parts: list[Part], lane: Lane) -> Row:
     """How many other requests had rows in these passes; nothing where there are no passes."""
     ids = {work.request_id for one, _ in parts for work in one.works if work.rows}
-    return [f"other requests: {len(ids - {lane[0]})}"] if parts else []
+    return [_enters(f"other requests: {len(ids - {lane[0]})}")] if parts else []
 
 
-def _kv(**counts: int) -> list[Cell]:
+def _enters(words: str) -> Cell:
+    return Cell(f"{words} {ARROW}")
+
+
+def _kv(label: str, **counts: int) -> Row:
     """Parts of the KV cache by colour."""
     words = {"prompt": "prompt", "canonical": "verified before", "draft": "drafts"}
     words |= {"accepted": "verified now", "plain": "output"}
-    return [Cell(f"{n} {words[name]}", name) for name, n in counts.items() if n > 0]
+    parts = [Cell(f"{n} {words[name]}", name) for name, n in counts.items() if n > 0]
+    return [Cell(f"{label}:"), *parts]
 
 
 def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Diagram:
@@ -165,7 +170,7 @@ def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Di
     before = [(o, w) for o, w in run.of(lane) if o.record.number < one.record.number]
     drafting = list(takewhile(lambda part: part[1].kind == DRAFT, reversed(before)))
 
-    def named(tokens: list[int], form: str, colour: str, first: int = 1) -> list[Cell]:
+    def named(tokens: list[int], form: str, colour: str, first: int = 1) -> Row:
         pairs = enumerate(tokens, first)
         return [Cell(f"{form.format(n=n)} {run.text(token)}", colour) for n, token in pairs]
 
@@ -186,20 +191,24 @@ def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Di
         note = f"{gone} dropped, {own} kept (the verifier's own). Sequence and KV cache restored "
         note += f"until the final accepted token (T{accepted}); beyond the figure, tinyspec keeps "
         note += f"{own}, whose KV the next pass writes."
-    asked = ["deterministic request", *_others([p for p in before if p[1].kind == PROMPT], lane)]
-    by = _others(drafting, lane) or (["drafts of a drafter: no KV"] if work.proposed else [])
+    others = _others([part for part in before if part[1].kind == PROMPT], lane)
+    asked = [_enters("deterministic request"), *others, Cell(f"{prompt} prompt tokens", PROMPT)]
+    by = [_enters("drafts of a drafter: no KV")] if work.proposed else []
+    by = _others(drafting, lane) or by
     stored = {"prompt": prompt, "canonical": work.start - prompt}
-    decoded = _kv(**stored, draft=drafting[0][1].kv_drafts if drafting else 0)
-    verified = _kv(**stored, accepted=accepted + 1)
+    held = drafting[0][1].kv_drafts if drafting else 0
     checked = [kept[0], *right, *wrong[:1], kept[-1], *wrong[1:], *behind]
-    size = [Cell(f"{prompt} prompt tokens", PROMPT)]
-    panels = [
-        Panel("Prefill", asked, size, "KV cache after prefill", _kv(prompt=prompt)),
-        Panel("Decode", by, [kept[0], *drafted], "KV cache after decode", decoded),
-        Panel("Verify", _others([(one, work)], lane), checked, f"KV cache after {after}", verified),
-        Panel(end, [], kept),
-    ]
-    return Diagram(f"{end}: {name}, pass {one.record.number}", panels, legend, note)
+    cache = "KV cache after"
+    stages = {
+        "Prefill": [asked, _kv(f"{cache} prefill", prompt=prompt)],
+        "Decode": [[*by, kept[0], *drafted], _kv(f"{cache} decode", **stored, draft=held)],
+        "Verify": [
+            [*_others([(one, work)], lane), *checked],
+            _kv(f"{cache} {after}", **stored, accepted=accepted + 1),
+        ],
+        end: [kept],
+    }
+    return Diagram(f"{end}: {name}, pass {one.record.number}", stages, legend, note)
 
 
 def plain_diagram(run: Run) -> Diagram:
@@ -219,10 +228,13 @@ def plain_diagram(run: Run) -> Diagram:
         fed, given = (cells[:FIRST] + gap + cells[-LAST:] for cells in (fed, given))
     note = f"{len(tokens)} tokens: the first by prefill, each other when the one before it is fed "
     note += f"back; finish reason: {ended}."
-    stored, back = _kv(prompt=size, plain=len(tokens) - 1), ["each generated token, fed back"]
-    panels = [
-        Panel("prefill", ["prompt"], read, "kv cache", stored[:1], MODEL, said[:1]),
-        Panel("decode", back, fed, "kv cache", stored, MODEL, given),
-    ]
+    stored = {"prompt": size, "plain": len(tokens) - 1}
+    stages = {
+        "prefill": [[_enters("prompt"), *read, MODEL, *said[:1]], _kv("kv cache", prompt=size)],
+        "decode": [
+            [_enters("each generated token, fed back"), *fed, MODEL, *given],
+            _kv("kv cache", **stored),
+        ],
+    }
     legend = [Cell("prompt", PROMPT), Cell("generated tokens", "generated")]
-    return Diagram(f"Prefill and decode: {lane_name(works[0].lane)}", panels, legend, note)
+    return Diagram(f"Prefill and decode: {lane_name(works[0].lane)}", stages, legend, note)
