@@ -89,8 +89,6 @@ def per_request(arguments: dict[str, Any], count: int) -> list[dict[str, Any]]:
     for name, value in arguments.items():
         values: Iterable[Any] = [value] * count
         if is_per_request(name, value):
-            if name in SHARED_FIELDS:
-                raise refuse(name, value, "one value for all requests of a call")
             values = value.tolist() if hasattr(value, "tolist") else list(value)
             if len(values) != count:
                 allowed = f"{count}, one value for each prompt (or a single value for all)"
