@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyspec.errors import refuse
-from tinyspec.scalars import SWITCH, Allowed, Settings, integers, is_int, numbers, one_of
+from tinyspec.scalars import Settings, allowed, integers, is_int, numbers, one_of, switch
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
@@ -19,22 +19,24 @@ MAX_PAGE_SIZE = 1024
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
 
-_ALLOWED = {
+_READ = {
     **dict.fromkeys(("reference_rows", "max_rows"), integers(4)),
     **dict.fromkeys(("max_sequences", "num_pages", "draft_window", "thinking_window"), integers(1)),
-    **{"max_model_len": integers(2), "seed": integers(0)},
-    **dict.fromkeys(("prefix_cache", "verify_weights", "overlap", "cuda_graphs"), SWITCH),
+    **{"max_model_len": integers(2), "seed": integers(0, ", or None")},
+    **dict.fromkeys(("prefix_cache", "verify_weights"), switch()),
+    **dict.fromkeys(("overlap", "cuda_graphs"), switch(", or None")),
     **{"verify": one_of(VERIFY), "backend": one_of(BACKENDS)},
     **{"kv_dtype": one_of(KV_DTYPES), "linear": one_of(LINEAR)},
-    "trace": Allowed(
-        "True, False or an integer of at least 1", lambda x: isinstance(x, int) and x >= 0
+    "trace": allowed(
+        "True, False or an integer of at least 1",
+        lambda x: isinstance(x, bool) or (isinstance(x, int) and x > 0),
     ),
-    "page_size": Allowed(
+    "page_size": allowed(
         f"a power of two up to {MAX_PAGE_SIZE}",
         lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
     ),
     "memory_fraction": numbers("a number in (0, 1]", lambda x: 0 < x <= 1),
-    "drafter": Allowed(
+    "drafter": allowed(
         'None, "ngram", a model or a Drafter', lambda x: not isinstance(x, str) or x == "ngram"
     ),
 }
@@ -101,7 +103,7 @@ class EngineConfig(Settings):
     overlap: bool | None = None
     thinking_window: int | None = 8
 
-    ALLOWED = _ALLOWED
+    READ = _READ
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -106,8 +106,10 @@ class RequestOutput:
         which depend on what ran beside them."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["params"] = self.params.to_dict()
-        data["completions"] = [_plain(completion, stats) for completion in self.completions]
+        data["completions"] = [asdict(completion) for completion in self.completions]
         data["thoughts"] = self.thoughts and [asdict(thought) for thought in self.thoughts]
+        for completion in data["completions"] if not stats else ():
+            del completion["stats"]
         return json.dumps(data)
 
     @classmethod
@@ -134,15 +136,6 @@ def _pairs(row: Any) -> Any:
     if not isinstance(row, list):
         return row
     return [tuple(pair) if isinstance(pair, list) else pair for pair in row]
-
-
-def _plain(completion: Completion, stats: bool) -> dict[str, Any]:
-    data = {f.name: getattr(completion, f.name) for f in fields(completion)}
-    if stats:
-        data["stats"] = asdict(completion.stats)
-    else:
-        del data["stats"]
-    return data
 
 
 def _completion(data: dict[str, Any]) -> Completion:

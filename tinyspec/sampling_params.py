@@ -15,7 +15,6 @@ from typing import Any
 
 from tinyspec.errors import named, refuse
 from tinyspec.scalars import (
-    SWITCH,
     Settings,
     integers,
     is_finite,
@@ -24,30 +23,12 @@ from tinyspec.scalars import (
     one_of,
     plain,
     plain_list,
+    switch,
 )
 
 LOGPROBS_MODES = ("processed", "raw")
 # What a text must look like, in one of several forms.
 STRUCTURES = ("json_schema", "regex", "grammar")
-
-
-_SWITCHES = ("deterministic", "ignore_eos", "prompt_logprobs", "thinking", "include_stop_str")
-_SHARE = numbers("a number in [0, 1]", lambda x: 0 <= x <= 1)
-_ALLOWED = {
-    **{"max_new_tokens": integers(1), "min_new_tokens": integers(0)},
-    "temperature": numbers(
-        "0 (greedy) or a finite number of at least 1e-6", lambda x: x == 0 or x >= 1e-6
-    ),
-    **{"top_k": integers(0, " (0 and None: off)"), "top_p": _SHARE, "min_p": _SHARE},
-    "repetition_penalty": numbers("a finite number above 0", lambda x: x > 0),
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty"), numbers("a finite number", lambda _: True)
-    ),
-    **{"seed": integers(0, bits=64), "num_return_sequences": integers(1)},
-    **dict.fromkeys(_SWITCHES, SWITCH),
-    "logprobs": SWITCH._replace(words=f"{SWITCH.words}; top_logprobs takes a number"),
-    **{"top_logprobs": integers(0), "logprobs_mode": one_of(LOGPROBS_MODES)},
-}
 
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
@@ -79,6 +60,60 @@ def _biases(field: str, value: Any) -> dict[int, float]:
             raise refuse(field, value, "finite numbers by token ids, integers of at least 0")
         found[token] = bias
     return found
+
+
+def _strings(field: str, value: Any) -> tuple[str, ...]:
+    """One string or several, as a tuple."""
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Iterable) or not all(isinstance(s, str) and s for s in strings):
+        raise refuse(field, value, "strings that are not empty")
+    if any("\ud800" <= letter <= "\udfff" for text in strings for letter in text):
+        raise refuse(field, value, "strings without lone surrogates")
+    return tuple(strings)
+
+
+def _functions(field: str, value: Any) -> Any:
+    """Functions, as a tuple; or one that makes processors."""
+    if isinstance(value, Iterable):
+        return tuple(value)
+    if field == "stopping_criteria" or not callable(value):
+        raise refuse(field, value, "a list of functions")
+    return value
+
+
+def _text(field: str, value: Any) -> str:
+    """A text; of a JSON schema also what JSON makes one of."""
+    if isinstance(value, Mapping) and field == "json_schema":
+        try:
+            return json.dumps(dict(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise refuse(field, value, f"what JSON can hold ({error})") from None
+    if not isinstance(value, str):
+        raise refuse(field, value, "a str")
+    return value
+
+
+_SWITCHES = ("deterministic", "ignore_eos", "prompt_logprobs", "thinking", "include_stop_str")
+_SHARE = numbers("a number in [0, 1]", lambda x: 0 <= x <= 1)
+_FINITE = numbers("a finite number", lambda _: True)
+_READ = {
+    **{"max_new_tokens": integers(1), "min_new_tokens": integers(0)},
+    "temperature": numbers(
+        "0 (greedy) or a finite number of at least 1e-6", lambda x: x == 0 or x >= 1e-6
+    ),
+    **{"top_k": integers(0, " (0 and None: off)"), "top_p": _SHARE, "min_p": _SHARE},
+    "repetition_penalty": numbers("a finite number above 0", lambda x: x > 0),
+    **{"frequency_penalty": _FINITE, "presence_penalty": _FINITE},
+    **{"logit_bias": _biases, "bad_words_ids": _words},
+    **{"seed": integers(0, ", or None", bits=64), "num_return_sequences": integers(1)},
+    **dict.fromkeys(_SWITCHES, switch()),
+    "logprobs": switch("; top_logprobs takes a number"),
+    **{"top_logprobs": integers(0), "logprobs_mode": one_of(LOGPROBS_MODES)},
+    **dict.fromkeys(("eos_token_id", "stop_token_ids"), _token_ids),
+    "stop_strings": _strings,
+    **dict.fromkeys(("logits_processors", "stopping_criteria"), _functions),
+    **dict.fromkeys(STRUCTURES, _text),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,49 +202,14 @@ class SamplingParams(Settings):
     thinking: bool = False
     include_stop_str: bool = True
 
-    ALLOWED = _ALLOWED
+    READ = _READ
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens={self.max_new_tokens}"
             raise refuse("min_new_tokens", self.min_new_tokens, allowed)
-        self._check_lists()
-        self._check_structure()
-
-    def _check_lists(self) -> None:
-        """Checks what may be one value or several, and makes tuples of it."""
-        if self.eos_token_id is not None:
-            self._set("eos_token_id", _token_ids("eos_token_id", self.eos_token_id))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.logit_bias is not None:
-            self._set("logit_bias", _biases("logit_bias", self.logit_bias))
-        if self.bad_words_ids is not None:
-            self._set("bad_words_ids", _words("bad_words_ids", self.bad_words_ids))
-        strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
-        if not isinstance(strings, Iterable) or not all(isinstance(s, str) and s for s in strings):
-            raise refuse("stop_strings", self.stop_strings, "strings that are not empty")
-        if any("\ud800" <= letter <= "\udfff" for stop in strings for letter in stop):
-            raise refuse("stop_strings", self.stop_strings, "strings without lone surrogates")
-        self._set("stop_strings", tuple(strings))
-        for field in ("logits_processors", "stopping_criteria"):
-            functions = getattr(self, field)
-            if isinstance(functions, Iterable):
-                self._set(field, tuple(functions))
-            elif field == "stopping_criteria" or not callable(functions):
-                raise refuse(field, functions, "a list of functions")
-
-    def _check_structure(self) -> None:
-        """Checks that one text at most says what the output must look like, and makes it a str."""
-        if isinstance(schema := self.json_schema, Mapping):
-            try:
-                self._set("json_schema", json.dumps(dict(schema)))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise refuse("json_schema", schema, f"what JSON can hold ({error})") from None
         given = [field for field in STRUCTURES if getattr(self, field) is not None]
-        for field in given:
-            if not isinstance(getattr(self, field), str):
-                raise refuse(field, getattr(self, field), "a str")
         if len(given) > 1:
             raise refuse(given[1], getattr(self, given[1]), f"left out beside {given[0]}")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from tinyspec.errors import refuse, refuse_other_names
 
@@ -45,37 +45,48 @@ def is_finite(value: Any) -> bool:
     return real and abs(value) <= sys.float_info.max
 
 
-class Allowed(NamedTuple):
-    """What a setting may be, in words, and whether a value is that."""
-
-    words: str
-    holds: Callable[[Any], bool]
+# What a setting is kept as, of its field and value; raises ValueError for what is not allowed.
+Reader = Callable[[str, Any], Any]
 
 
-SWITCH = Allowed("True or False", lambda x: isinstance(x, bool))
+def allowed(words: str, holds: Callable[[Any], bool]) -> Reader:
+    """Values for which ``holds``, as they are."""
+
+    def read(field: str, value: Any) -> Any:
+        if not holds(value):
+            raise refuse(field, value, words)
+        return value
+
+    return read
 
 
-def integers(least: int, more: str = "", bits: int = 63) -> Allowed:
+def integers(least: int, more: str = "", bits: int = 63) -> Reader:
     """Integers from ``least`` on; more: words behind."""
     words = f"an integer of at least {least}, below 2**{bits}{more}"
-    return Allowed(words, lambda x: is_int(x) and least <= x < 2**bits)
+    return allowed(words, lambda x: is_int(x) and least <= x < 2**bits)
 
 
-def numbers(words: str, holds: Callable[[Any], bool]) -> Allowed:
+def numbers(words: str, holds: Callable[[Any], bool]) -> Reader:
     """Finite numbers."""
-    return Allowed(words, lambda x: is_finite(x) and holds(x))
+    return allowed(words, lambda x: is_finite(x) and holds(x))
 
 
-def one_of(values: tuple[str, ...]) -> Allowed:
+def one_of(values: tuple[str, ...]) -> Reader:
     """Names."""
-    return Allowed(f"one of {values}", lambda x: isinstance(x, str) and x in values)
+    return allowed(f"one of {values}", lambda x: isinstance(x, str) and x in values)
+
+
+def switch(more: str = "") -> Reader:
+    """Booleans; more: words behind."""
+    return allowed(f"True or False{more}", lambda x: isinstance(x, bool))
 
 
 class Settings:
     """Base of a frozen dataclass of settings. Numbers of numpy and torch become Python's; each
-    value is what ``ALLOWED`` says of its field, or None where the field's type does."""
+    value is read as ``READ`` says of its field, unless it is None and the field's type allows it.
+    """
 
-    ALLOWED: ClassVar[dict[str, Allowed]]
+    READ: ClassVar[dict[str, Reader]]
 
     def __new__(cls, **given: Any) -> Any:
         refuse_other_names(given)
@@ -83,14 +94,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if (own := plain(value)) is not value:
-                self._set(field.name, value := own)
-            allowed, may_be_none = self.ALLOWED.get(field.name), "None" in str(field.type)
-            if allowed is None or (value is None and may_be_none) or allowed.holds(value):
-                continue
-            words = f"{allowed.words}, or None" if may_be_none else allowed.words
-            raise refuse(field.name, value, words)
-
-    def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
+            given = getattr(self, field.name)
+            value, read = plain(given), self.READ.get(field.name)
+            if read is not None and not (value is None and "None" in str(field.type)):
+                value = read(field.name, value)
+            if value is not given:
+                object.__setattr__(self, field.name, value)

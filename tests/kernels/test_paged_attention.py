@@ -38,8 +38,7 @@ def launched(mode: str | None = None, split: int | None = SPLIT, **entry: int) -
         patch.setattr(launch, "attention", lambda *key: table(*key)._replace(**entry))
         if mode is not None:
             patch.setattr(launch, "programs", lambda _: PROGRAMS[mode])
-            merging = launch.merge
-            patch.setattr(launch, "merge", lambda dim: merging(dim)._replace(programs=1))
+            patch.setattr(launch, "MERGE_PROGRAMS", 1)
         yield
 
 

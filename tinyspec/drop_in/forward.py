@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -127,10 +126,10 @@ class PatchedForward(Method):
         with self._engine_of(self._model) as engine:
             if engine.config.kv_dtype == "fp8_e4m3":
                 raise refuse("kv_dtype", "fp8_e4m3", "another one in a canonical forward")
-            rows = Rows.of(given, engine.config.max_model_len or 0)
-            places, wanted = rows.kept(keep)
+            sequences, there = sequences_of(given, engine.config.max_model_len or 0)
+            places, wanted = kept_rows(there, keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
-            found, output = forward(engine, rows.sequences, wanted, layers)
+            found, output = forward(engine, sequences, wanted, layers)
         kept = places.ravel()
         if not np.array_equal(kept, np.arange(len(found))):  # with padding, or in another order
             padded = torch.cat((found, found.new_zeros(1, found.shape[1])))
@@ -225,49 +224,46 @@ def _at_random(module: nn.Module) -> str | None:
     return None
 
 
-@dataclass
-class Rows:
-    """The sequences [n][l] of a batch of B rows and L columns; there [B, L]: where their tokens
-    are, one after the other."""
+def sequences_of(
+    given: dict[str, Any], longest: int
+) -> tuple[list[list[int]], np.ndarray[Any, Any]]:
+    """The sequences of token ids in the arguments of a forward of B rows and L columns, and where
+    [B, L] their tokens are, one after the other. Raises ValueError naming an argument."""
+    ids = given.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        raise refuse("input_ids", _described(ids), "a tensor [B, L] of token ids")
+    there = np.ones(ids.shape, bool)
+    if given.get("attention_mask") is not None:
+        there = _numbers(given, "attention_mask", ids.shape).astype(bool)
+    if not there.any():
+        raise refuse("attention_mask", "all 0", "at least one token")
+    positions = there.cumsum(1) - 1
+    if given.get("position_ids") is not None:
+        positions = _numbers(given, "position_ids", ids.shape, (1, ids.shape[1]))
+        positions = np.broadcast_to(positions, ids.shape)
+    (row, column), at = there.nonzero(), positions[there]
+    begins = np.flatnonzero((at == 0) | (np.diff(row, prepend=-1) > 0))
+    counted = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
+    if (wrong := np.flatnonzero(at != counted)).size:
+        n = wrong[0]
+        allowed = f"{counted[n]}: positions count from 0 in each sequence"
+        raise refuse(f"position_ids[{row[n]}, {column[n]}]", int(at[n]), allowed)
+    parts = np.split(ids.cpu().numpy()[there], begins[1:])
+    if (length := max(map(len, parts))) > longest:
+        raise refuse("a sequence's length", length, f"at most {longest} tokens")
+    return [part.tolist() for part in parts], there
 
-    sequences: list[list[int]]
-    there: np.ndarray[Any, Any]
 
-    @classmethod
-    def of(cls, given: dict[str, Any], longest: int) -> Rows:
-        """Of the arguments of a forward. Raises ValueError naming one."""
-        ids = given.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
-            raise refuse("input_ids", _described(ids), "a tensor [B, L] of token ids")
-        there = np.ones(ids.shape, bool)
-        if given.get("attention_mask") is not None:
-            there = _numbers(given, "attention_mask", ids.shape).astype(bool)
-        if not there.any():
-            raise refuse("attention_mask", "all 0", "at least one token")
-        positions = there.cumsum(1) - 1
-        if given.get("position_ids") is not None:
-            positions = _numbers(given, "position_ids", ids.shape, (1, ids.shape[1]))
-            positions = np.broadcast_to(positions, ids.shape)
-        (row, column), at = there.nonzero(), positions[there]
-        begins = np.flatnonzero((at == 0) | (np.diff(row, prepend=-1) > 0))
-        counted = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
-        if (wrong := np.flatnonzero(at != counted)).size:
-            n = wrong[0]
-            allowed = f"{counted[n]}: positions count from 0 in each sequence"
-            raise refuse(f"position_ids[{row[n]}, {column[n]}]", int(at[n]), allowed)
-        parts = np.split(ids.cpu().numpy()[there], begins[1:])
-        if (length := max(map(len, parts))) > longest:
-            raise refuse("a sequence's length", length, f"at most {longest} tokens")
-        return cls([part.tolist() for part in parts], there)
-
-    def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[int]]:
-        """For ``logits_to_keep``: which rows of all sequences give logits, and of each row and kept
-        column [B, K] which of these are its own (of padding those behind the last)."""
-        every = columns = np.arange(self.there.shape[1])
-        columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
-        asked = self.there & np.isin(every, columns)
-        number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, asked.sum())
-        return number[:, columns], np.flatnonzero(asked[self.there]).tolist()
+def kept_rows(
+    there: np.ndarray[Any, Any], keep: int | Tensor
+) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """For ``logits_to_keep``: of each row and kept column [B, K] which of the logits is its own (of
+    padding those behind the last), and which rows of all sequences these are."""
+    every = columns = np.arange(there.shape[1])
+    columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
+    asked = there & np.isin(every, columns)
+    number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, asked.sum())
+    return number[:, columns], np.flatnonzero(asked[there]).tolist()
 
 
 def _numbers(given: dict[str, Any], name: str, *shapes: tuple[int, ...]) -> np.ndarray[Any, Any]:

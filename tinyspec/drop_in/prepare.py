@@ -89,8 +89,6 @@ def per_request(arguments: dict[str, Any], count: int) -> list[dict[str, Any]]:
     for name, value in arguments.items():
         values: Iterable[Any] = [value] * count
         if is_per_request(name, value):
-            if name in SHARED_FIELDS:
-                raise refuse(name, value, "one value for all requests of a call")
             values = value.tolist() if hasattr(value, "tolist") else list(value)
             if len(values) != count:
                 allowed = f"{count}, one value for each prompt (or a single value for all)"
@@ -115,19 +113,6 @@ def _depth(value: Any) -> int:
     if not isinstance(value, (list, tuple)):
         return 0
     return 1 + max(map(_depth, value), default=0)
-
-
-class _Stateless:
-    """A processor that may be called for tokens that are not committed."""
-
-    stateless = True
-
-    def __init__(self, processor: Callable[..., Tensor]):
-        self._processor = processor
-        self.__qualname__ = type(processor).__qualname__
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self._processor(input_ids, scores)
 
 
 @dataclass
@@ -190,7 +175,7 @@ class PreparedRequest:
             deterministic=deterministic,
             num_return_sequences=max(int(config.num_return_sequences), 1),
             eos_token_id=[token for token in self.eos if 0 <= token < vocab_size],
-            logits_processors=[_Stateless(p) if _is_stateless(p) else p for p in called],
+            logits_processors=[_marked(p) for p in called],
             stopping_criteria=[
                 c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
             ],
@@ -198,10 +183,15 @@ class PreparedRequest:
         )
 
 
-def _is_stateless(processor: Any) -> bool:
-    kind = type(processor)  # one of these asks the user's function
-    allowed = logits_process.PrefixConstrainedLogitsProcessor
-    return kind.__module__ == logits_process.__name__ and kind is not allowed
+def _marked(processor: Any) -> Any:
+    """A processor, marked as ``stateless`` if it is transformers' own: it may be called for tokens
+    that are not committed. One of these asks the user's function."""
+    kind = type(processor)
+    own = kind.__module__ == logits_process.__name__
+    if own and kind is not logits_process.PrefixConstrainedLogitsProcessor:
+        processor = copy.copy(processor)
+        processor.stateless = True
+    return processor
 
 
 def prepare(
@@ -246,21 +236,15 @@ def prepare(
 @contextmanager
 def _silence() -> Iterator[None]:
     """Without warnings and lines in the log of transformers' generation."""
-    names = ("utils", "configuration_utils")
-    loggers = [logging.getLogger(f"transformers.generation.{name}") for name in names]
-    for logger in loggers:
-        logger.addFilter(_nothing)
+    logger = logging.getLogger("transformers.generation")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+        logger.setLevel(before)
 
 
 def add_stop_strings(settings: dict[str, Any], default: GenerationConfig, tokenizer: Any) -> None:

@@ -28,11 +28,7 @@ def accept_kernel(
     remaining_ptr,  # [S] int32
     stop_ptr,  # [S, K] int64
     pages_held_ptr,  # [S] int32
-    committed_ptr,  # [S] int32
-    accepted_ptr,  # [S] int32
-    drafts_left_ptr,  # [S] int32
-    to_free_ptr,  # [S] int32
-    stopped_ptr,  # [S] int32
+    result_ptr,  # [5, S] int32: in AcceptResult's order
     width,
     num_stops,
     page_size,
@@ -68,11 +64,13 @@ def accept_kernel(
     new_len = tl.load(start_ptr + s) + committed
     kept = (new_len + drafts_left + page_size - 1) // page_size
 
-    tl.store(committed_ptr + s, committed)
-    tl.store(accepted_ptr + s, accepted)
-    tl.store(drafts_left_ptr + s, drafts_left)
-    tl.store(to_free_ptr + s, tl.maximum(tl.load(pages_held_ptr + s) - kept, 0))
-    tl.store(stopped_ptr + s, stopped.to(tl.int32))
+    requests = tl.num_programs(0)
+    tl.store(result_ptr + s, committed)
+    tl.store(result_ptr + requests + s, accepted)
+    tl.store(result_ptr + 2 * requests + s, drafts_left)
+    to_free = tl.maximum(tl.load(pages_held_ptr + s) - kept, 0)
+    tl.store(result_ptr + 3 * requests + s, to_free)
+    tl.store(result_ptr + 4 * requests + s, stopped.to(tl.int32))
 
 
 def accept_truncate(
@@ -102,11 +100,9 @@ def accept_truncate(
     for lens in (num_rows, draft_lens, start, remaining, pages_held):
         assert lens.shape == (requests,) and lens.dtype == torch.int32 and lens.is_contiguous()
 
-    result = AcceptResult(
-        *torch.empty((5, requests), dtype=torch.int32, device=drafts.device).unbind()
-    )
+    result = torch.empty((5, requests), dtype=torch.int32, device=drafts.device)
     if requests == 0:
-        return result
+        return AcceptResult(*result)
 
     entry = launch.ACCEPT
     grid = (requests,)
@@ -120,11 +116,7 @@ def accept_truncate(
         # An empty tensor has no address, and is never read.
         stop_ptr=stop_ids if stop_ids.shape[1] else drafts,
         pages_held_ptr=pages_held,
-        committed_ptr=result.num_committed,
-        accepted_ptr=result.num_accepted,
-        drafts_left_ptr=result.drafts_left,
-        to_free_ptr=result.pages_to_free,
-        stopped_ptr=result.stopped,
+        result_ptr=result,
         width=width,
         num_stops=stop_ids.shape[1],
         page_size=page_size,
@@ -135,4 +127,4 @@ def accept_truncate(
         num_warps=entry.num_warps,
         **launch.OPTIONS,
     )
-    return result
+    return AcceptResult(*result)

@@ -51,14 +51,6 @@ class AttentionLaunch(NamedTuple):
         return options
 
 
-class MergeLaunch(NamedTuple):
-    """block_r rows of one head at a time; an item is shared by so many programs."""
-
-    block_r: int
-    num_warps: int
-    programs: int
-
-
 class RowLaunch(NamedTuple):
     """``block`` of one row per program: heads, numbers, vocabulary entries, or rows of a verify a
     loop turn."""
@@ -133,6 +125,8 @@ ACCEPT = RowLaunch(32, num_warps=1)
 
 # Attention's programs are as many as a device runs at a time; who computes what changes no bit.
 PROGRAMS_PER_SM = 2
+# Those that share the merge of an item.
+MERGE_PROGRAMS = 8
 PROGRAMS_INTERPRETED = 4
 MAX_WORKSPACE_BYTES = 256 << 20
 
@@ -202,9 +196,9 @@ def workspace_entries(wanted: int, head_dim: int) -> int:
     return min(wanted, MAX_WORKSPACE_BYTES // (4 * (padded(head_dim) + 2)))
 
 
-def merge(head_dim: int) -> MergeLaunch:
-    """Entry of the kernel that merges splits."""
-    return MergeLaunch(block_r=4, num_warps=1 if padded(head_dim) <= 128 else 4, programs=8)
+def merge(head_dim: int) -> RowLaunch:
+    """Entry of the kernel that merges splits: rows of one head at a time."""
+    return RowLaunch(4, num_warps=1 if padded(head_dim) <= 128 else 4)
 
 
 def kv_write(head_dim: int) -> RowLaunch:

@@ -317,11 +317,11 @@ def paged_attention(
         **entry.options(),
     )
     merging = launch.merge(dim)
-    merge_kernel[(programs, merging.programs)](
+    merge_kernel[(programs, launch.MERGE_PROGRAMS)](
         group_shift=group_shift,
         num_rows=num_rows,
         num_segments=num_segments,
-        BLOCK_R=merging.block_r,
+        BLOCK_R=merging.block,
         num_warps=merging.num_warps,
         **shared,
         **launch.OPTIONS,
