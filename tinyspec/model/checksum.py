@@ -44,7 +44,16 @@ def row_checksums(rows: Tensor) -> Tensor:
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """[count] int64: odd and spread over 64 bits, so that swapping two words changes the sum."""
+    if device.type == "cpu" and count <= CHUNK:
+        return _OF_A_CHUNK[:count]
+    return _made(count, device)
+
+
+def _made(count: int, device: torch.device) -> Tensor:
     return (torch.arange(count, device=device) * 2 + 1) * _PLACE_MULTIPLIER
+
+
+_OF_A_CHUNK = _made(CHUNK, torch.device("cpu"))
 
 
 def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
