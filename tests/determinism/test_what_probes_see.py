@@ -90,7 +90,7 @@ def test_every_output(number, monkeypatch):
 
     def seen() -> bool:
         pool = probe_pool(FEATURES, torch.bfloat16, "cpu", weight)
-        assert keeps_places(product, [pool], 16, "product")
+        assert keeps_places(product, [pool], 16)
         return not agree(product, [pool], 4, 16)
 
     assert not seen(), "control"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal
 from tests.support.tolerances import OPERATOR_16, assert_as_good_as_torch, close
-from tinyspec.determinism.rows import cancelling_inputs, position_invariant
+from tinyspec.determinism.rows import cancelling_inputs, keeps_places, probe_pool
 from tinyspec.kernels.hidden_states import linear
 from tinyspec.kernels.twins import layers as twins
 
@@ -128,8 +128,9 @@ def test_row_invariant(
     # Whether there is a bias has nothing to do with the layout: one of each.
     shift = bias if stored == "kn" else None
     assert_row_invariant(lambda rows: fn(rows, weight, shift), x)
+    pool = probe_pool(width, dtype, weight.device, weight)
     for rows in (2, 16, 33):
-        assert position_invariant(lambda rows: fn(rows, weight, shift), x, rows, passes=8)
+        assert keeps_places(lambda rows: fn(rows, weight, shift), [pool], rows)
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
@@ -152,8 +153,9 @@ def test_row_invariant_can_fail(fn: Linear, dtype: torch.dtype) -> None:
 
     with pytest.raises(AssertionError):
         assert_row_invariant(lambda rows: split(rows, 20 + len(rows) % 50), x)
-    assert not position_invariant(
-        lambda rows: torch.cat([split(rows[:1], 20), split(rows[1:], 60)]), x, 4
+    pool = probe_pool(100, dtype, weight.device, weight)
+    assert not keeps_places(
+        lambda rows: torch.cat([split(rows[:1], 20), split(rows[1:], 60)]), [pool], 4
     )
 
 

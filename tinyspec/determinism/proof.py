@@ -41,10 +41,8 @@ from tinyspec.determinism.recorder import (
 )
 from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
 from tinyspec.determinism.rows import (
-    REFERENCE_PASSES,
     agree,
     keeps_places,
-    position_invariant,
     probe_pool,
     sensitive_pool,
 )
@@ -62,6 +60,7 @@ NOT_FINITE = (
     "model: its passes on weights of the probe's own making give no finite keys and values, so "
     "that nothing could be compared"
 )
+PLACES = "at {} rows a row's result depends on its row index or its neighbours"
 # Passes end to end of the reference bucket: before the first token, and with the first further
 # bucket. The one of number 0 is like the first of those that they are compared with.
 FIRST_PASSES, ALL_PASSES = 2, 8
@@ -118,16 +117,15 @@ class Prober:
             self.ops[op.name if count == 1 else f"{op.name} ({count})"] = op
         return recorder
 
-    def keeps_places(self, name: str) -> ComparedRows:
+    def keeps_places(self, name: str) -> bool:
         """Fact 1 of a linear or another function of rows in the reference bucket."""
         with self.scratch.in_place():
             users, of_rows, pools = self._function(name)
             if users:
                 # Small rows beside much larger ones: what compares all rows with a number of its
                 # own shows there. Its operators are probed by themselves.
-                small = pools[0][::2] * SMALL
-                return position_invariant(of_rows, small, self.reference, name, REFERENCE_PASSES)
-            return keeps_places(of_rows, pools, self.reference, name)
+                pools[0][::2] *= SMALL
+            return keeps_places(of_rows, pools, self.reference)
 
     def agrees(self, name: str, rows: int) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
@@ -207,11 +205,11 @@ def prove_reference(prober: Prober) -> ProbeResults:
     unless the config fixes whom it serves. Raises as ``check_pass``."""
     begun = time.perf_counter()
     runner, modes = prober.runner, prober.modes
-    found = [prober.keeps_places(name) for name in prober.linears]
+    moved = [name for name in prober.linears if not prober.keeps_places(name)]
     every = linear_kinds(runner.model) if runner.config.linear == "auto" else {}
-    served = modes.serve([n for f in found if not f for n in every.get(f.name, ())])
+    served = modes.serve([n for name in moved for n in every.get(name, ())])
     if served:
-        found = [prober.keeps_places(name) for name in prober.linears]
+        moved = [name for name in prober.linears if not prober.keeps_places(name)]
     probe = ModelProbe(runner)
     # Routers of random numbers may send all rows one way, and the model's own another.
     recorders = [check_pass(runner, probe)]
@@ -223,11 +221,11 @@ def prove_reference(prober: Prober) -> ProbeResults:
     unsound += [wrong for r in recorders for wrong in reads_rows(r)][:1]
     if not probe.sound.any():
         unsound.append(Unsound(MODEL, NOT_FINITE))
-    found += [prober.keeps_places(name) for name in prober.ops]
-    unsound += unsound_places(found, rows)
+    moved += [name for name in prober.ops if not prober.keeps_places(name)]
+    unsound += [Unsound(name, f"{name}: {PLACES.format(rows)}") for name in moved]
     kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
     attention = compare_attention(runner, kinds, (), MANY_ROWS, ATTENTION_SECONDS)
-    unsound += unsound_places(attention, LENGTH, REMEDY)
+    unsound += unsound_attention(attention)
     unsound += compare_passes(prober, probe, range(1, FIRST_PASSES + 1))
     took, seconds = time.perf_counter() - begun, probe.took.get(rows, 0.0)
     bucket = BucketResult(rows, not unsound, (), seconds, modes.other_in_fast_mode(rows), took)
@@ -252,7 +250,7 @@ def prove_buckets(
     if first or attention_rows is not None:
         kinds = attention_kinds(runner)
         attention = compare_attention(runner, kinds, results.attention, attention_rows)
-        unsound += unsound_places(attention, LENGTH, REMEDY)
+        unsound += unsound_attention(attention)
         results = replace(results, attention=tuple(attention))
     results = replace(results, confirmed=True).with_unsound(unsound)
     for rows in sorted(sizes):
@@ -261,11 +259,11 @@ def prove_buckets(
     return results
 
 
-def unsound_places(found: Iterable[ComparedRows], rows: int, remedy: str = "") -> list[Unsound]:
-    """Those whose rows differed by their places."""
-    why = f"at {rows} rows a row's result depends on its row index or its neighbours"
+def unsound_attention(found: Iterable[ComparedRows]) -> list[Unsound]:
+    """Kinds whose rows differed by their places."""
+    why = PLACES.format(LENGTH)
     return [
-        Unsound(f.name, f"{f.name}: {why} ({f.differing} of {f.checked})", remedy)
+        Unsound(f.name, f"{f.name}: {why} ({f.differing} of {f.checked})", REMEDY)
         for f in found
         if not f
     ]

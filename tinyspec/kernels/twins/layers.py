@@ -9,7 +9,7 @@ threads divide a tensor of many rows at places that depend on how many there are
 
 ``linear`` works in tiles of sixteen rows, the last padded with zeros: for a given weight every call
 has the same shape. Required is only that *at sixteen rows* a row's bits do not depend on its place
-and its neighbours. Measured with ``position_invariant`` of the probes on cancelling inputs over 147
+and its neighbours. Measured with the probes on cancelling inputs over 147
 to 201 shapes (K and N from 1 to 8192, odd ones too, both layouts of the weight, with bias and
 without; 1, 2, 4 and 8 threads; AVX-512 with AMX, and limited to AVX2 and SSE4; torch 2.13):
 
