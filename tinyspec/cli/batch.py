@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -66,10 +67,9 @@ def batch(options: Namespace) -> int:
         try:
             run(options, seed, results)
         except ray.exceptions.RayError as error:
-            # Around what an actor raised stand its causes and Ray's own exceptions.
-            lines = [line for line in str(error).strip().splitlines() if line]
-            told = [line for line in lines if line.startswith(("ValueError: ", "tinyspec."))]
-            raise ValueError((told or lines)[-1]) from error
+            # Around what an actor raised stand its causes, Ray's own exceptions and advice.
+            told = re.findall(r"(?m)^(?!ray\.)[\w.]+: .+", str(error))
+            raise ValueError(told[-1] if told else str(error)) from error
         results.merge(len(requests))
     if errors := results.errors():
         common.say(f"{len(errors)} completions were not finished, the first: {errors[0]}")
