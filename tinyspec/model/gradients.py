@@ -37,10 +37,8 @@ class _Evaluated(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Any], backward: Backward, *given: Any) -> Any:
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
-        ctx.gradients, ctx.autocast = (
-            backward,
-            torch.autocast(kind, enabled=on, cache_enabled=False),
-        )
+        ctx.autocast = torch.autocast(kind, enabled=on, cache_enabled=False)
+        ctx.gradients = backward
         ctx.save_for_backward(*given)
         out = run(*given)  # no views are returned: the model may write to them
         return tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
