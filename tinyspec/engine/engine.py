@@ -228,10 +228,9 @@ class Engine(OneProcess):
         if num_pages > there and self.config.num_pages is None:
             self.core.drain()
             most = most_pages(self.config, self.served, self.runner.pages_taken)
-            more = min(num_pages, most) - there
-            if more > 0:
-                self.runner.extend(there + more)
-                self.pool.resize(there + more)
+            if (pages := min(num_pages, most)) > there:
+                self.runner.extend(pages)
+                self.pool.resize(pages)
 
     @locked
     def release(self) -> None:
