@@ -144,16 +144,40 @@ class Committer:
         self.record.drafted += int(drafting.sum())
 
     def _commit_verified(self, new: NewTokens, found: Sampled) -> None:
-        """Some tokens for each, all of which have drafts."""
+        """Of each, all of which have drafts, what ``accept_truncate`` decided; those whose logits
+        are not finite somewhere are verified up to there, and run again without drafts."""
         if not len(new.rows):
             return
-        counts, place = new.counts[:, None], np.arange(new.counts.max())
-        places = new.firsts[:, None] + np.minimum(place, counts - 1)
-        good = ((found.tokens[places] >= 0) & (place < counts)).cumprod(1).sum(1)
-        broken = [self.table.sequences[row] for row in new.rows[good < new.counts].tolist()]
-        some = good > 0
-        if some.any():
-            self._verify(new.only(some), places[some], found)
+        table, record = self.table, self.record
+        given, place = new.counts[:, None], np.arange(new.counts.max())
+        places = new.firsts[:, None] + np.minimum(place, given - 1)
+        good = ((found.tokens[places] >= 0) & (place < given)).cumprod(1).sum(1)
+        broken = [table.sequences[row] for row in new.rows[good < new.counts].tolist()]
+        new, places = new.only(good > 0), places[good > 0]
+        rows, drafts = new.rows, table.num_drafts[new.rows]
+        assert new.decisions is not None
+        committed, agreed, left, freed, stopped = new.decisions
+        counts, ended = self._append(rows, committed, places, stopped > 0, found)
+        dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
+        accepted = np.minimum(agreed, counts)
+        table.verify_passes[rows] += 1
+        table.accepted[rows] += accepted
+        table.rolled_back[rows] += dropped
+        table.rollbacks[rows] += dropped > 0
+        record.accepted += int(accepted.sum())
+        record.rolled_back += int(dropped.sum())
+        record.rollbacks += int((dropped > 0).sum())
+        self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
+        self._finish(rows, ended)
+        unfinished = table.generation_id[rows] > 0
+        # The newest draft was not known to be none when the decision was made.
+        left = np.minimum(left, np.maximum(drafts - committed, 0))
+        table.num_drafts[rows[unfinished]] = left[unfinished]
+        done = rows[unfinished & (left == 0)]
+        table.proposed[done] = table.draft_ended[done] = False
+        for row in rows[unfinished & (freed > 0)].tolist():
+            sequence = table.sequences[row]
+            self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
@@ -187,35 +211,6 @@ class Committer:
         kept = max(sequence.computed, sequence.frozen)
         self.admission.truncate(sequence, kept)
         self.runner.cache.zero_tail(sequence.pages, kept)
-
-    def _verify(self, new: NewTokens, places: Array, found: Sampled) -> None:
-        """Commit, of the verifier's tokens at ``places`` [n, W], what ``accept_truncate``
-        decided."""
-        assert new.decisions is not None
-        table, rows, record = self.table, new.rows, self.record
-        drafts = table.num_drafts[rows]
-        committed, agreed, left, freed, stopped = new.decisions
-        counts, ended = self._append(rows, committed, places, stopped > 0, found)
-        dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
-        accepted = np.minimum(agreed, counts)
-        table.verify_passes[rows] += 1
-        table.accepted[rows] += accepted
-        table.rolled_back[rows] += dropped
-        table.rollbacks[rows] += dropped > 0
-        record.accepted += int(accepted.sum())
-        record.rolled_back += int(dropped.sum())
-        record.rollbacks += int((dropped > 0).sum())
-        self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
-        self._finish(rows, ended)
-        unfinished = table.generation_id[rows] > 0
-        # The newest draft was not known to be none when the decision was made.
-        left = np.minimum(left, np.maximum(drafts - committed, 0))
-        table.num_drafts[rows[unfinished]] = left[unfinished]
-        done = rows[unfinished & (left == 0)]
-        table.proposed[done] = table.draft_ended[done] = False
-        for row in rows[unfinished & (freed > 0)].tolist():
-            sequence = table.sequences[row]
-            self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
 
     def _append(
         self, rows: Array, counts: Array, places: Array, stopped: Array, found: Sampled

@@ -128,9 +128,8 @@ class Engine(OneProcess):
 
     def _renew(self) -> None:
         """Serve the model as it is now, which has another structure."""
-        if (device := self.model.device) != self.runner.device:
-            allowed = f"{self.runner.device}, where this engine was made"
-            raise refuse("model.device", str(device), allowed)
+        if (device := self.model.device) != (own := self.runner.device):
+            raise refuse("model.device", str(device), f"{own}, where this engine was made")
         served = install(self.model, self.config, self._thinking, self.autocast)
         extra = self._served_blocks(served)
         self.core.drain()
@@ -372,9 +371,9 @@ class Engine(OneProcess):
         self.tracker.refuse_closed()
         self.tracker.advance()
         queued, unfinished = self.tracker.queued, self.tracker.requests
-        for name in [name for name in queued if name not in unfinished]:
-            # What a tokenizer raises leaves the rest.
-            self._outputs.append(output_of(queued.pop(name), self.tokenizer))
+        for name in [each for each in queued if each not in unfinished]:
+            request = queued.pop(name)  # what a tokenizer raises leaves the rest
+            self._outputs.append(output_of(request, self.tokenizer))
         outputs, self._outputs = self._outputs, []
         return outputs
 
