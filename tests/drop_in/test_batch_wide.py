@@ -2,7 +2,6 @@
 with them that are cut off nothing is left."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from transformers import LogitsProcessor, StoppingCriteria
 from tests.support import zoo
 from tests.support.drop_in import PAD, patched
 from tests.support.hooks import AttentionRecorder, Boom, BoomError
-from tests.support.patience import PATIENCE
 from tinyspec import EngineConfig
 
 NEW = 16
@@ -278,46 +276,6 @@ def test_nothing_is_left_of_a_call_that_is_cut_off(place, error):
             assert not engine.admission.waiting and not engine.has_unfinished()
         after = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
     assert same(before, after)
-
-
-def test_calls_of_several_threads_where_pages_are_few():
-    """Rows that wait in step give way to others and keep their bits, also where a pass raises, for
-    which the call whose prompt is to blame ends alone."""
-    model, given = zoo.tiny("llama"), block(ROWS)
-    asked = {"deterministic": True, "do_sample": True}
-    needed = sum(-(-(len(row) + NEW) // 8) for row in ROWS) + len(ROWS)
-    tight = EngineConfig(reference_rows=16, page_size=8, num_pages=needed + 3)
-    bad = next(token for token in range(2, 190) if all(token not in row for row in ROWS))
-
-    def fails(module, args):
-        if armed and (args[0] == bad).any():
-            raise MemoryError("of one prompt")
-
-    def call(seed):
-        if seed == 2:
-            with pytest.raises(MemoryError, match="of one prompt"):
-                model.generate([[bad, 3, 4]], max_new_tokens=2, pad_token_id=PAD)
-            return None
-        more = {"logits_processor": [Excludes()], "seed": seed}
-        return generate(model, given, **asked, **more)
-
-    class Excludes(Matchers):
-        def __init__(self):
-            super().__init__(len(ROWS))
-
-        def __call__(self, input_ids, scores):
-            return super().__call__(input_ids, scores.index_fill(1, torch.tensor([bad]), -5e4))
-
-    armed = []
-    model.get_input_embeddings().register_forward_pre_hook(fails)
-    with patched(model, tight):
-        alone = [call(seed) for seed in (0, 1)]
-        armed.append(True)
-        with ThreadPoolExecutor(3) as pool:
-            jobs = [pool.submit(call, seed) for seed in range(3)]
-            found = [job.result(PATIENCE) for job in jobs]
-        assert model.generate.stats().preemptions > 0
-    assert same(alone[0], found[0]) and same(alone[1], found[1])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

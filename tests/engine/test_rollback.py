@@ -1,13 +1,75 @@
 """Verify, commit, rollback: what is kept is what a sequence that never drafted has."""
 
+import pytest
 import torch
 
+from tests.support.budget import first
+from tests.support.mixes import HalfLiar
+from tests.support.pages import read_pages
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.tools.demo import BUNDLED
 
+PARAMS = SamplingParams(max_new_tokens=60, deterministic=True, logprobs=True)
 PROMPT = prompts(6)[5]
+
+
+def states(config, until=45):
+    """(computed, pages held, KV up to there) of one request after every step, by length."""
+    found = {}
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    with Engine(model, config=config) as engine:
+        engine.add_request(PROMPT, PARAMS)
+        while not engine.step():
+            sequence = engine.admission.running[0]
+            if sequence.drafts or sequence.num_generated > until:
+                continue
+            kv = [
+                tensor.clone()
+                for layer in range(2)
+                for tensor in read_pages(
+                    engine.runner.cache, layer, sequence.pages, sequence.computed
+                )
+            ]
+            found[sequence.num_generated] = (list(sequence.tokens), len(sequence.pages), kv)
+        return found, engine.stats()
+
+
+@pytest.mark.parametrize("page_size", first(1, [8, 16], 2))
+def test_rolled_back_equals_never_drafted(page_size):
+    # Without a pass under way, which may hold one page more.
+    settings = {"reference_rows": 16, "page_size": page_size, "overlap": False}
+    never, stats = states(EngineConfig(**settings, verify="padded"))
+    assert stats.rollbacks == stats.drafted == 0
+    truth = never[max(never)][0]
+    compared = 0
+    for seed in range(6):
+        drafter = HalfLiar([truth], seed, wrong=0.3)
+        drafted, stats = states(EngineConfig(**settings, drafter=drafter, draft_window=7))
+        assert stats.rollbacks > 0
+        for length, (tokens, pages, kv) in drafted.items():
+            assert (tokens, pages) == never[length][:2]
+            for a, b in zip(kv, never[length][2], strict=True):
+                assert torch.equal(a, b)
+            compared += 1
+    assert compared > 20
+
+
+def test_control_fast_path_kv_differs():
+    """KV of a plain request is not the canonical one on this model: the comparison can fail."""
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    kv = []
+    for deterministic in (True, False):
+        with Engine(model, config=EngineConfig(reference_rows=16, draft_window=2)) as engine:
+            params = SamplingParams(max_new_tokens=30, deterministic=deterministic)
+            engine.add_request(PROMPT, params)
+            for _ in range(20):
+                engine.step()
+            sequence = engine.admission.running[0]
+            assert sequence.num_generated > 3
+            kv.append(read_pages(engine.runner.cache, 1, sequence.pages, len(PROMPT))[0].clone())
+    assert not torch.equal(*kv)
 
 
 def test_fast_path_acceptance_on_the_bundled_model():

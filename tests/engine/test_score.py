@@ -11,19 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.cases import (
-    DTYPES,
-    KINDS,
-    drain,
-    engine_of,
-    greedy,
-    model_of,
-    one_by_one,
-    run,
-    text,
-    whole,
-)
-from tests.support.mixes import bits, crowd, plain
+from tests.support.cases import DTYPES, KINDS, drain, engine_of, greedy, model_of, run, text, whole
+from tests.support.mixes import crowd, plain
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.tools.demo import BUNDLED
@@ -98,18 +87,6 @@ def test_score_has_the_bits_of_generation(kind, dtype):
         assert engine.score(prompts, tokens, list(params)) == expected
         drain(engine)
         assert whole(engine)
-
-
-def test_log_probabilities_are_kept_where_others_need_more_room():
-    with engine_of(tiny()) as engine:
-        (alone,) = one_by_one(engine, [(text(5), greedy(20))])
-    with engine_of(tiny()) as engine:
-        request_id = engine.add_request(text(5), greedy(20))
-        for longer in (40, 160):
-            for _ in range(6):
-                engine.step()
-            engine.add_request(text(longer), greedy(30))
-        assert bits(drain(engine)[request_id]) == alone
 
 
 def test_control_plain_generation_has_other_bits_than_its_score():

@@ -1,4 +1,7 @@
-"""What an engine may start from: prompts in a warm cache, to the bits of a cold one."""
+"""What an engine may start from: prompts in a warm cache, to the bits of a cold one.
+
+tests/scheduler/test_pages.py has the index itself.
+"""
 
 from dataclasses import replace
 
@@ -135,16 +138,6 @@ def test_a_prompt_that_is_there_already(length):
             assert bits_of_one(engine, request) == (cached, alone)
             before = indexed_kv(engine)
         assert len(before) >= 3 and indexed_kv(engine) == before
-
-
-def test_pages_that_nobody_used_for_longest_are_taken_first():
-    """From the last of a prompt to its first; and a page holds its tokens behind those before."""
-    one, two, other = (text(40, seed=n) for n in range(3))
-    with engine_of(tiny(), page_size=16, num_pages=6) as engine:
-        found = []
-        for prompt in (one, two, one, other, one, two, [*text(16, seed=5), *one[16:]]):
-            found += tokens_cached(engine.generate([prompt], greedy(2))[0])
-    assert found == [0, 0, 32, 0, 32, 16, 0]
 
 
 def bump(model):

@@ -1,0 +1,142 @@
+"""Sequences whose tokens are supplied from outside: each waits for its next, with its logits."""
+
+from threading import Thread
+
+import pytest
+import torch
+
+from tests.support.cases import text
+from tests.support.patience import PATIENCE
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+NEW = 8
+CONFIG = EngineConfig(reference_rows=16, page_size=4, max_model_len=64)
+
+
+def prompts(count):
+    return [text(3 + 2 * n, seed=n) for n in range(count)]
+
+
+def params(deterministic=True, new=NEW):
+    return SamplingParams(max_new_tokens=new, ignore_eos=True, deterministic=deterministic)
+
+
+def begin(engine, ids, **settings):
+    """Requests that wait for their tokens, and their sequences."""
+    requests = engine.prepare(ids, params(**settings))
+    for request in requests:
+        request.supplied = True
+    engine.tracker.add(requests)
+    return [request.sequences[0] for request in requests]
+
+
+def supply(engine, sequences, disturb=lambda step: None):
+    """Greedy tokens to the end, by the logits that all wait with, which are returned."""
+    seen = []
+    for step in range(NEW):
+        engine.tracker.run_until(
+            lambda: all(s.next_logits is not None or s.finished for s in sequences)
+        )
+        disturb(step)
+        with engine.lock("test"), engine.runner.torch_state():
+            assert all(s.next_logits is not None for s in sequences)
+            seen.append(torch.stack([s.next_logits for s in sequences]))
+            tokens = seen[-1].argmax(-1).tolist()
+            engine.core.committer.supply(sequences, tokens)
+            engine.tracker.end(sequences, ["length" if step == NEW - 1 else ""] * len(sequences))
+    assert all(s.finished and s.num_generated == NEW for s in sequences)
+    assert engine.has_unfinished() or engine.pool.num_held == len(engine.admission.waiting) == 0
+    return seen
+
+
+def same(some, others):
+    return all(map(torch.equal, some, others))
+
+
+def test_beside_others_that_wait_for_nobody():
+    """Whose tokens come meanwhile, in the same passes; the logits keep their bits."""
+    other = prompts(6)[5]
+    with Engine(tiny(), config=CONFIG) as engine:
+        (alone,) = engine.generate([other], params(new=30))
+        expected = supply(engine, begin(engine, prompts(5)))
+        number = engine.add_request(other, params(new=30))
+        done = {}
+
+        def steps(_):
+            done.update({output.request_id: output for output in engine.step()})
+
+        found = supply(engine, begin(engine, prompts(5)), steps)
+        while engine.has_unfinished():
+            steps(0)
+    assert same(found, expected)
+    assert done[number].completions[0].token_ids == alone.completions[0].token_ids
+
+
+def test_control_plain_rows_beside_others():
+    """The comparison can fail."""
+    found = []
+    with Engine(tiny().bfloat16(), config=CONFIG) as engine:
+        for count in (0, 9):
+            numbers = [engine.add_request(p, params(False)) for p in prompts(count)]
+            found.append(supply(engine, begin(engine, prompts(2), deterministic=False)))
+            for number in {*numbers} & {*engine.tracker.requests}:
+                engine.abort(number)
+            engine.step()
+    assert not same(*found)
+
+
+def test_rows_that_are_preempted_while_they_wait_keep_their_logits():
+    with Engine(tiny(), config=CONFIG) as engine:
+        expected = supply(engine, begin(engine, prompts(5)))
+
+        def preempts(step):
+            if step % 3 == 1:
+                engine.admission.preempt_all()
+
+        found = supply(engine, begin(engine, prompts(5)), preempts)
+        assert engine.stats().preemptions >= 5
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("limits", [{"max_sequences": 2}, {"num_pages": 13}])
+def test_more_of_them_than_fit_come_to_an_end(limits):
+    """Who waits gives up its pages for another that has no logits yet."""
+    with Engine(tiny(), config=CONFIG) as engine:
+        expected = supply(engine, begin(engine, prompts(5)))
+    found = []
+
+    def tight():
+        config = EngineConfig(reference_rows=16, page_size=4, max_model_len=32, **limits)
+        with Engine(tiny(), config=config) as engine:
+            found.extend(supply(engine, begin(engine, prompts(5))))
+
+    thread = Thread(target=tight, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert len(found) == NEW and all(
+        torch.equal(one.argmax(-1), other.argmax(-1))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def test_a_pass_that_fails_costs_one_request_and_nobody_waits_for_ever():
+    """A hook that fails wherever one prompt runs: the others, rows in step among them, go on."""
+    model, bad = tiny(), []
+
+    def fails(module, args):
+        if bad and (args[0] == bad[0]).any():
+            raise MemoryError("of one request")
+
+    model.get_input_embeddings().register_forward_pre_hook(fails)
+    with Engine(model, config=CONFIG) as engine:
+        sequences = begin(engine, prompts(4))
+        expected = supply(engine, sequences)
+        known = {token for sequence in sequences for token in sequence.tokens}
+        bad.append(next(token for token in range(128) if token not in known))
+        number = engine.add_request([bad[0], *prompts(1)[0]], params())
+        found = supply(engine, begin(engine, prompts(4)))
+        (output,) = engine.step()
+        assert output.request_id == number
+        assert "of one request" in output.completions[0].error
+    assert same(found, expected)
