@@ -13,6 +13,8 @@ from tests.support.changes import FOLLOWED, Halves, llama, model_for, times
 from tests.support.tiny import FAMILIES, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism.model_state import class_description, description, function_settings
+from tinyspec.model.fused_layer import FusedNorm
+from tinyspec.model.shadow import standing_in
 
 CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 NAME = dict(ids=lambda f: f.__name__)
@@ -85,6 +87,20 @@ def test_a_class_and_hooks_of_all_modules(monkeypatch):
 
 
 # Descriptions
+
+
+def test_private_numbers_of_a_users_class():
+    """Also where a stand-in is of that class; of the libraries' classes they are bookkeeping."""
+
+    class Louder(nn.LayerNorm):
+        _factor = None
+
+    for kind, seen in ((Louder, True), (nn.LayerNorm, False)):
+        module = kind(4)
+        module._factor = 2.0
+        for own in (module, standing_in(module, FusedNorm)):
+            found = function_settings(nn.Sequential(own))
+            assert found.get("0._factor") == (2.0 if seen else None)
 
 
 def test_functions_are_told_apart():

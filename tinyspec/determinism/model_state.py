@@ -101,7 +101,9 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
     """
     found = {}
     for name, module in model.named_modules():
-        package = top_package(type(module))
+        package, stands_in_for = top_package(type(module)), top_package(type(module).__bases__[-1])
+        if package == "tinyspec" and stands_in_for not in OWN:
+            package = stands_in_for
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
         for key, value in vars(module).items():
