@@ -44,11 +44,11 @@ def test_ctrl_c_ends_the_answer_alone(served, capsys, monkeypatch):
     steps = []
     advance = served[0].tracker.advance
 
-    def interrupted():
+    def interrupted(called):
         steps.append(0)
         if len(steps) == 3:
             raise KeyboardInterrupt
-        advance()
+        advance(called)
 
     monkeypatch.setattr(served[0].tracker, "advance", interrupted)
     told = chat.take("What is 1 + 2?")

@@ -181,7 +181,7 @@ def test_far_bounds(name, bound, no_results_on_disk, proven_on_demand):
     with Engine(tiny(), config=CONFIG) as engine:
         context = engine.served.context
         context.layers[:] = [
-            layer._replace(reach=Reach(**{name: bound})) for layer in context.layers
+            replace(layer, reach=Reach(**{name: bound})) for layer in context.layers
         ]
         engine.contract.ensure()
         (unbounded,) = engine.contract.results.attention

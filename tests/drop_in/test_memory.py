@@ -34,14 +34,16 @@ def large_tensors(least: int) -> set[int]:
 
 
 def tables_of(model) -> set[int]:
-    """Storages of the RoPE tables that stand in for the model's own rotary modules."""
+    """Storages of the RoPE tables that stand in for the model's own rotary modules, and of the
+    memory in which passes lie."""
     found = []
     for *_, module in model.generate._engine.served.swapped:
         if isinstance(module, RopeTable):
             found.append(module.tinyspec_positions)
             for made in module.tinyspec_tables.values():
                 found += [made] if isinstance(made, torch.Tensor) else made
-    return {table.untyped_storage().data_ptr() for table in found}
+    of_passes = model.generate._engine.runner.memory.addresses
+    return {*of_passes, *(table.untyped_storage().data_ptr() for table in found)}
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_no_weight_is_copied(family, dtype, only_new):
     before = large_tensors(least)
     assert {p.data_ptr() for p in model.parameters() if p.ndim > 1} <= before
     with patched(model):
-        # Tables of RoPE are as large as a small weight; they are nobody's copy.
+        # As large as a small weight, and nobody's copy.
         tables = tables_of(model)
         assert large_tensors(least) - tables == before
         greedy(model, PROMPTS[0], deterministic=True)

@@ -44,7 +44,7 @@ PASSES = {
 def metadata_of(spans: list[tuple[int, int]]) -> AttentionMetadata:
     """Of segments of (rows, length); the work list needs no pages."""
     rows = torch.tensor([0, *(rows for rows, _ in spans)]).cumsum(0)
-    return AttentionMetadata(ints([]), ints(rows), ints([end for _, end in spans]), 16, 0, 0)
+    return AttentionMetadata(ints([]), ints(rows), ints([end for _, end in spans]), 16)
 
 
 def made(spans: list[tuple[int, int]], **settings: int) -> WorkList:

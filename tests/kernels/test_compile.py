@@ -183,7 +183,7 @@ def attention_call(
     ends = [0, rows] if rows % 2 == 0 else [*range(rows + 1)]
     lengths = ints([length] * (len(ends) - 1))
     table = torch.zeros(len(lengths), -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
-    metadata = AttentionMetadata(table, ints(ends), lengths, page_size, rows, length)
+    metadata = AttentionMetadata(table, ints(ends), lengths, page_size)
     options = {"window": window, "chunk": chunk}
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}

@@ -195,12 +195,12 @@ def test_matches_reference(name: str, mode: str, dtype: torch.dtype) -> None:
 def test_matches_reference_when_empty() -> None:
     work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)], padding=3)
     whole = work()
-    empty = AttentionMetadata(ints([]).view(0, 1), ints([0]), ints([]), 16, 0, 0)
+    empty = AttentionMetadata(ints([]).view(0, 1), ints([0]), ints([]), 16)
     assert (Pass(work.q, work.k_cache, work.v_cache, empty)() == 0).all()
     assert Pass(work.q[:0], work.k_cache, work.v_cache, empty)().shape == (0, 2, 32)
     # A segment without rows between others.
     table = work.metadata.page_table.expand(3, -1).contiguous()
-    gap = AttentionMetadata(table, ints([0, 0, 5, 5]), ints([7, 5, 1]), 16, 5, 7)
+    gap = AttentionMetadata(table, ints([0, 0, 5, 5]), ints([7, 5, 1]), 16)
     assert torch.equal(Pass(work.q, work.k_cache, work.v_cache, gap)(), whole)
 
 
