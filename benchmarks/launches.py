@@ -205,7 +205,9 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
             overwrite(*args)
 
     overwrite = batches.overwrite
+    memory = batches.PassMemory(engine.config, runner.device, fixed=True)
     with (
+        patch.object(runner, "memory", memory),
         patch.object(runner, "run", watched(run)),
         patch.object(Pending, "fetch", counted),
         patch.object(batches, "overwrite", sent),
