@@ -270,7 +270,8 @@ class AttentionContext:
 
         with self.autocast.off():
             if self.tape is not None and torch.is_grad_enabled():
-                out = self.tape.attend(number, write, written, read, (q, k, v), rope, norm, scores)
+                calls = write, written, read, kernels.backend == "torch"
+                out = self.tape.attend(number, *calls, (q, k, v), rope, norm, scores)
             else:
                 out = read(write(q, k, v, **norm), **scores)
         return out if width == dim else out[..., :width].contiguous()

@@ -25,6 +25,7 @@ from tinyspec.model.quantized import is_packed
 
 # Rows of a sequence that attend at a time where a mask has to say to what.
 BLOCK = 256
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Of what is asked (of each tensor that was given), those tensors and the gradients of the results:
 # the gradients of the tensors.
 Backward = Callable[[Sequence[bool], Sequence[Any], Sequence[Tensor]], Sequence[Tensor | None]]
@@ -156,6 +157,7 @@ class Tape:
         write: Callable[..., Tensor],
         written: Callable[[], Tensor],
         read: Callable[..., Tensor],
+        tells_lse: bool,
         given: tuple[Tensor, Tensor, Tensor],
         angles: tuple[Tensor, Tensor] | None,
         norm: dict[str, Any],
@@ -163,7 +165,8 @@ class Tape:
     ) -> Tensor:
         """Attention call ``number`` by the two kernels: ``write`` of q, k and v, which returns the
         rotated q, after which ``written`` tells the rotated k, and ``read``, attention of that q.
-        given: q, k and v; the others as for ``AttentionContext.attend``."""
+        tells_lse: whether ``read`` can tell the log-sum-exp of its scores, at which a backward
+        begins. given: q, k and v; the others as for ``AttentionContext.attend``."""
         norm, scores = dict(norm), dict(scores)
         weights, sinks = [norm.pop(f"{x}_weight", None) for x in "qk"], scores.pop("sinks", None)
 
@@ -182,10 +185,17 @@ class Tape:
             k, v = (torch.cat((x[-more:], y)) for x, y in pairs)
         self.after.setdefault(number, (k, v))  # not where it is computed again
 
+        known: tuple[Tensor, ...] = ()
+        if tells_lse and sinks is None and not scores.get("softcap"):
+            lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+            with torch.no_grad():
+                known = read(q, lse=lse, **scores), lse
+
+        def paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *known: Tensor) -> Tensor:
+            return known[0] if known else read(q, sinks=sinks, **scores)
+
         attention = partial(segment_attention, segments=self.segments, **scores)
-        out: Tensor = recomputed(
-            lambda q, k, v, sinks: read(q, sinks=sinks, **scores), attention, q, k, v, sinks
-        )
+        out: Tensor = recomputed(paged, attention, q, k, v, sinks, *known)
         return out
 
 
@@ -194,7 +204,7 @@ def segment_attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    *,
+    *known: Tensor,
     segments: Sequence[Segment],
     scale: float,
     window: int = 0,
@@ -202,14 +212,15 @@ def segment_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """As paged attention, by torch's operators: q [R, Hq, D]; k, v [M, Hkv, D] of the segments'
-    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment."""
+    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment. known:
+    this very result and the log-sum-exp [R, Hq], which are not computed again then."""
     rows, causal = [segment.end - segment.first for segment in segments], CausalMask(window, chunk)
     parts = (x.split([segment.keys for segment in segments]) for x in (k, v))
     *queries, padding = q.split([*rows, len(q) - sum(rows)])
     plain = not (window or chunk or softcap) and sinks is None
     found = []
     for segment, q_part, k_part, v_part in zip(segments, queries, *parts, strict=True):
-        start, seen = segment.keys - len(q_part), None
+        start, seen, row_first = segment.keys - len(q_part), None, segment.first
         whole = plain and not start
         for block in (q_part,) if whole else q_part.split(BLOCK):
             stop = start + len(block)
@@ -219,8 +230,9 @@ def segment_attention(
                 key = torch.arange(low, stop, device=q.device)
                 seen = (key <= row) & (key >= causal.lowest_key(row))
             given = (block, k_part[low:stop], v_part[low:stop])
-            found.append(_attention(*given, seen, scale, softcap, sinks))
-            start = stop
+            of_rows = (x[row_first : row_first + len(block)] for x in known)
+            found.append(_attention(*given, seen, scale, softcap, sinks, *of_rows))
+            start, row_first = stop, row_first + len(block)
     return torch.cat([*found, torch.zeros_like(padding)])
 
 
@@ -232,11 +244,20 @@ def _attention(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    *known: Tensor,
 ) -> Tensor:
-    """q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D]; seen [n, m], None: causal."""
+    """q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D]; seen [n, m], None: causal. known: as for
+    ``segment_attention``."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, v, *there = (x.transpose(0, 1)[None] for x in (q, k, v, *known))
+    if there:
+        mask = None
+        if seen is not None:
+            mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        backward = partial(_of_attention, scale, mask)
+        out: Tensor = evaluated(lambda q, k, v, out, lse: out, backward, q, k, v, *there)
+        return out.squeeze(0).transpose(0, 1)
     if seen is None or not (softcap or sinks is not None):
         found = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale)
         return found.squeeze(0).transpose(0, 1)
@@ -249,3 +270,15 @@ def _attention(
         scores = torch.cat((scores, more), dim=-1)
     found = scores.softmax(-1)[..., : k.shape[2]] @ v.float()
     return found.to(q.dtype).squeeze(0).transpose(0, 1)
+
+
+def _of_attention(
+    scale: float,
+    mask: Tensor | None,
+    asked: Sequence[bool],
+    given: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> list[Tensor | None]:
+    form = {"attn_mask": mask, "scale": scale}
+    found = flash_attention_backward(*grads, *given, 0.0, mask is None, **form)
+    return [*found, None, None]

@@ -157,10 +157,11 @@ def attend_tiles(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Canonical attention of the rows of ``plan``: [n, Hq, D], of its pass rows in order.
 
-    group: query heads that share a call.
+    group: query heads that share a call. lse: as for ``paged_attention``.
     """
     _, heads, dim = q.shape
     packed = q.reshape(-1, group * dim).index_select(0, plan.gather)
@@ -180,6 +181,8 @@ def attend_tiles(
         merged, sums = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
         merged = merged.masked_fill((sums < -UNLIKELY)[..., None], torch.nan)
         found = _outputs(merged, q, plan)
+    if lse is not None:
+        lse[plan.rows] = sums.reshape(-1).index_select(0, plan.picked).view(-1, heads)
     # Among several tiles, those of weight 0 make 0 of -0; what rounds to -0 in q's dtype after that
     # (softcap and sinks have fp32 until here) stays -0. So every zero is 0.
     return found.add_(0.0)
@@ -317,6 +320,7 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's pages.
 
@@ -324,7 +328,8 @@ def paged_attention(
     in q's dtype; padding rows are 0. window: keys a row attends to, its own included (0: all).
     chunk: a row attends to the keys since the last multiple of it, its own included (0: all; Llama
     4); not along with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks
-    [Hq]: one more logit per head in the softmax's denominator.
+    [Hq]: one more logit per head in the softmax's denominator. lse [R, Hq] fp32: where the
+    logarithm of that denominator is written, of rows of a canonical pass.
     """
     assert not (window and chunk)
     causal, derived = CausalMask(window, chunk), metadata.derived
@@ -352,7 +357,7 @@ def paged_attention(
             blocks, metadata.page_size, causal, group, kv_heads, least=least, unit=unit
         )
     for tiles in derived[key]:
-        scores: Any = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        scores: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "lse": lse}
         part = attend_tiles(q, k_cache, v_cache, tiles, group=group, **scores)
         found.append((tiles.rows, part))
     if len(found) == 1 and len(found[0][1]) == len(q):
