@@ -1,4 +1,4 @@
-"""What the fingerprint holds of cuBLAS on CUDA, by a stand-in for its libraries."""
+"""What the fingerprint holds of cuBLAS and the driver on CUDA, by a stand-in for the libraries."""
 
 import ctypes
 from types import SimpleNamespace
@@ -59,6 +59,20 @@ def test_versions_where_none_can_be_asked(maps, tmp_path):
     assert environment.cublas_versions(tmp_path / "none") == []
     found = environment.cublas_versions(maps, lambda path: SimpleNamespace())
     assert {version for _, version in found} == {""}
+
+
+def test_version_of_the_driver():
+    """On a device of CUDA's: this library has the name on all systems that have one."""
+
+    def load(path):
+        def get_version(found):
+            ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 13000
+            return 0
+
+        assert path == "libcuda.so.1"
+        return SimpleNamespace(cuDriverGetVersion=get_version)
+
+    assert environment.driver(load) == "13000"
 
 
 VARIABLES = {

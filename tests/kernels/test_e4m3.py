@@ -100,10 +100,11 @@ def test_every_number_has_its_code(kind: str) -> None:
     given = (x.float() if kind == "bf16" else x).to(DEVICE)
     encode_kernel[(triton.cdiv(len(x), BLOCK.value),)](given, found, len(x))
     assert torch.equal(found.cpu(), expected)
-    # torch's own type; beyond 448 it may make NaN of a number.
+    # torch's own type; of what is beyond 448, torch 2.11 makes 448 up to half a step, and then NaN.
     own, inside = x.to(torch.float8_e4m3fn).view(CODES), x.abs() <= 448
     assert torch.equal(own[inside], expected[inside]) and not inside.all()
-    assert torch.equal(own & 0x7F == NAN, ~inside) or torch.equal(own & 0x7F == NAN, x.isnan())
+    assert torch.isin(own[~inside] & 0x7F, torch.tensor([NAN - 1, NAN], dtype=CODES)).all()
+    assert (own[x.isnan()] & 0x7F == NAN).all()
     assert torch.equal(expected & 0x7F == NAN, x.isnan()) and x.isnan().any()
 
 

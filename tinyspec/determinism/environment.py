@@ -148,6 +148,17 @@ def _cublas_version(library: Any) -> str:
     return ""
 
 
+@cache
+def driver(loader: Callable[[str], Any] = ctypes.CDLL) -> str:
+    """Version of the device's driver, which torch has no name for: by its own library, on AMD's
+    that of HIP."""
+    if torch.version.hip is not None:
+        return torch.version.hip
+    found = ctypes.c_int(-1)
+    loader("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    return str(found.value)
+
+
 @dataclass(frozen=True)
 class Used:
     """What a model computes with: (dtype, in, out, class) of its linears, its heads, its KV dtype.

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import tinyspec
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.environment import canary, environment
+from tinyspec.determinism.environment import canary, driver, environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import function_settings, functions, tensors
 from tinyspec.model.checksum import checksum
@@ -134,7 +134,7 @@ def _versions(device: torch.device) -> dict[str, str | None]:
     }
     if device.type == "cuda":
         found["triton"] = version("triton")
-        found["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+        found["driver"] = driver()
     return {**found, "cuda": torch.version.cuda}
 
 
