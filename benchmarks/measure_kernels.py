@@ -52,9 +52,11 @@ def ceilings(lines: journal.Journal, smoke: bool) -> Device | None:
     rates: dict[str, float] = {}
 
     def copy() -> dict[str, Any]:
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=DEVICE)
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=DEVICE).view(torch.int32)
         target = torch.empty_like(source)
-        rates["copy"] = 2 * size / timed([lambda: target.copy_(source)]).seconds
+        # By a kernel: a copy node of a graph reaches 0.6 of what kernels do on an H200.
+        run = partial(torch.bitwise_not, source, out=target)
+        rates["copy"] = 2 * size / timed([run]).seconds
         found = {"GB_per_s": round(rates["copy"] / 1e9, 1)}
         if nominal is not None:
             found["of_nominal"] = round(rates["copy"] / nominal.bandwidth, 3)

@@ -75,6 +75,7 @@ class Sections:
         """Time of a step that gives each sequence one token, the host's part included."""
         context = 32 if self.smoke else CONTEXT
         with self.engine(prefix_cache=False) as engine:
+            engine.warm_up()
             for batch in BATCHES[:2] if self.smoke else BATCHES:
                 run = partial(self._steps, engine, batch, context, ())
                 self.lines.run("steps", f"{self.preset}, batch {batch}", run)
@@ -135,6 +136,7 @@ class Sections:
         """nano-vllm's workload with none, all and half of the requests deterministic."""
         work = nano(self.vocab, self.smoke)
         with self.engine(prefix_cache=False) as engine:
+            engine.warm_up()
             engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
             for share in (0, 100, 50):
                 params = [replace(p, temperature=0.6) for p in work.params(work.chosen(share))]

@@ -98,7 +98,7 @@ def test_variables(told, monkeypatch):
 
 def test_it_is_part_of_the_fingerprint(monkeypatch):
     """On CUDA, and read once."""
-    monkeypatch.setattr(environment, "ambient", lambda device: (1, 1, 0, "cublas", 4096))
+    monkeypatch.setattr(environment, "ambient", lambda device: {"blas": "cublas 4096"})
     monkeypatch.setattr(environment, "device_parts", lambda device: ["GPU", "sm_90", "132"])
     fixed = environment.cublas.__wrapped__()
     assert set(fixed) == {"versions", "variables"}

@@ -224,6 +224,26 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("rot", [0, 20, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_values_in_a_cache_are_finite(dtype: torch.dtype, rot: int, number: float) -> None:
+    """One that is not is 0, and its key NaN; all others as without it."""
+    q, k, v = (normal(3, heads, 32, seed=heads, dtype=dtype) for heads in (6, 3, 3))
+    cos, sin = angles(3, rot, dtype) if rot else (None, None)
+    found = []
+    for value in (v[1, 2, 5].item(), number):
+        v[1, 2, 5] = value
+        cached = caches(1, 4, 3, 32, dtype)
+        out = fused_kv_write(q, k, v, cos, sin, *cached, slots([3, 0, 1]))
+        found.append((out, *(cache.flatten(0, 1) for cache in cached)))
+    (out, keys, values), (same, marked, finite) = found
+    assert torch.equal(out, same)
+    assert marked[0, 2].isnan().all() and keys.isfinite().all()
+    keys[0, 2], values[0, 2, 5] = 0, 0
+    assert torch.equal(marked.nan_to_num(0), keys) and torch.equal(finite, values)
+
+
 def rotated(x, cos, sin, interleaved):
     """q and, by way of the cache, k after the twin."""
     q, k = x.split([Q_HEADS, KV_HEADS], dim=1)

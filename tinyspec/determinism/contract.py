@@ -18,7 +18,7 @@ import torch
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import results as disk
 from tinyspec.determinism.attention_probe import MANY_ROWS
-from tinyspec.determinism.environment import ambient
+from tinyspec.determinism.environment import THREADS, ambient
 from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
@@ -41,7 +41,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets, estimate
 
 logger = logging.getLogger("tinyspec")
-THREADS, PROCESS = "the number of threads", "the state of the process"
+OTHER_THREADS, OTHER_PROCESS = "the number of threads", "the state of the process"
 # What a pass would have saved is looked at in one of so many passes.
 EVERY = 4
 # A proof of more seconds than SHORT waits for ``warm_up``, unless deterministic requests have run
@@ -147,8 +147,8 @@ class Contract:
 
     @property
     def threads_changed(self) -> bool:
-        """Whether torch runs on another number of threads."""
-        return torch.get_num_threads() != self._ambient[0]
+        """Whether torch runs on another number of threads, where bits depend on it."""
+        return THREADS in self._ambient and torch.get_num_threads() != self._ambient[THREADS]
 
     @property
     def written(self) -> set[str]:
@@ -190,7 +190,8 @@ class Contract:
             return None
         self._runner.drop_graphs()
         self._forget()
-        return THREADS if before[0] != self._ambient[0] else PROCESS
+        same = before.get(THREADS) == self._ambient.get(THREADS)
+        return OTHER_PROCESS if same else OTHER_THREADS
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""

@@ -36,6 +36,8 @@ from tinyspec.model.served_model import served_of
 from tinyspec.model.torch_state import TorchState
 
 _C: Any = torch._C
+# A part of the fingerprint.
+THREADS = "threads"
 # Of this process, a line for every part of a file that is mapped; it ends with the path.
 MAPS = Path("/proc/self/maps")
 LIBRARY = "libcublas"
@@ -73,32 +75,29 @@ def device_parts(device: torch.device) -> list[str]:
     return [_cpu_name(), torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
 
 
-def ambient(device: torch.device) -> tuple[object, ...]:
+def ambient(device: torch.device) -> dict[str, int | str]:
     """What may change while the process runs and is not pinned: threads that torch asks for and
-    that run, quantized engine; on a GPU libraries and workspaces."""
-    found = [torch.get_num_threads(), openmp.settle(), _C._get_qengine()]
-    if device.type == "cuda":
-        # Bytes of workspaces, where torch tells them (since 2.13).
-        names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
-        asked = [getattr(_C, name) for name in names if hasattr(_C, name)]
-        found += [str(_C._get_blas_preferred_backend()), *(ask() for ask in asked)]
-    return tuple(found)
+    that run, quantized engine; on a GPU, whose passes use neither, libraries and workspaces."""
+    if device.type != "cuda":
+        asked, running = torch.get_num_threads(), openmp.settle()
+        return {THREADS: asked, "threads running": running, "quantized engine": _C._get_qengine()}
+    # Bytes of workspaces, where torch tells them (since 2.13).
+    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
+    sizes = [getattr(_C, name)() for name in names if hasattr(_C, name)]
+    return {"blas": " ".join(map(str, [_C._get_blas_preferred_backend(), *sizes]))}
 
 
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
-    threads, running, engine, *blas = ambient(device)
     name, instructions, count = device_parts(device)
     # Versions of MKL and oneDNN, compiler, flags.
     build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
-    gpu = {"multiprocessors": count, "blas": blas, "cublas": cublas()}
+    gpu = {"multiprocessors": count, "cublas": cublas()}
     return {
         "device": name,
         "instruction set": instructions,
-        "threads": threads,
-        "threads running": running,
-        "quantized engine": engine,
         "build": f"{DIGEST}{build}",
+        **ambient(device),
         **(gpu if device.type == "cuda" else {}),
     }
 
@@ -193,9 +192,8 @@ def canary(model: PreTrainedModel, rows: int) -> str:
     """
     kernels = served_of(model).context.kernels
     with TorchState(model.device)():
-        return _canary_bits(
-            Used.of(model), rows, model.device, kernels.backend, ambient(model.device)
-        )
+        state = tuple(ambient(model.device).items())
+        return _canary_bits(Used.of(model), rows, model.device, kernels.backend, state)
 
 
 @cache

@@ -19,9 +19,9 @@ result; otherwise every split's partial goes to the workspace, and ``merge_kerne
 the same order. One binary serves both. A row's state is (highest score, sum, weighted values);
 scores are kept in units of log2(e), for exp2.
 
-A masked key weighs 0, but 0 * NaN is NaN: values that are not finite are multiplied as 0, and the
-scores of the rows that attend to them are NaN instead. So they reach these rows and no others. A
-code of NaN is multiplied as 480.
+A masked key weighs 0, but 0 * NaN is NaN: so values in a cache are finite, which ``kv_write`` sees
+to, also where nothing was written yet. One that was not is NaN in its key, and so are the scores of
+the rows that attend to it: it reaches these rows and no others. A code of NaN is multiplied as 480.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def finish(highest, total, acc, sink):
     shift = tl.where(top == float("-inf"), 0.0, top)
     scale = tl.exp2(highest - shift)
     total = total * scale + tl.exp2(sink - shift)
-    return acc * scale[:, None] / tl.where(total > 0.0, total, 1.0)[:, None]
+    return acc * (scale / tl.where(total > 0.0, total, 1.0))[:, None]
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def attention_kernel(
     kv_heads,
     group,
     heads,  # of a tile: KV heads, times the tiles that the query heads of one fill
-    page_size,
+    page_shift,  # log2 of tokens
     window,  # UNBOUNDED: none
     chunk,  # likewise
     stride_qr,  # strides of q in units of VEC elements
@@ -144,7 +144,7 @@ def attention_kernel(
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
     d_mask = d < D
-    size = page_size.to(tl.uint32)
+    in_page = (1 << page_shift) - 1
 
     item = first_item
     split = first_split
@@ -176,6 +176,7 @@ def attention_kernel(
         q_tile = q_ptr + (pass_row * stride_qr + kv_head.to(tl.int64) * group * stride_qh) * VEC
         # Within a tile 32 bits are enough and take half the registers.
         in_tile = (row * stride_qr + head * stride_qh)[:, None] * VEC + d[None, :]
+        k_head, v_head = k_ptr + kv_head * D, v_ptr + kv_head * D
         q = tl.load(q_tile + in_tile, mask=valid[:, None] & d_mask[None, :], other=0.0)
 
         split_highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -184,32 +185,30 @@ def attention_kernel(
         first_key = tl.maximum(split_start, lowest // BLOCK_N * BLOCK_N)
         end_key = tl.minimum(end, split_start + SPLIT)
         # The pages of a tile of keys are looked up a turn earlier: so no copy of K or V waits for
-        # them, and those of several tiles are under way at a time.
+        # them, and those of several tiles are under way at a time. Keys that are none of the tile's
+        # are read from page 0, and masked.
         next_key = first_key + tl.arange(0, BLOCK_N)
-        # Unsigned division takes fewer instructions.
-        page = tl.load(table_ptr + next_key.to(tl.uint32) // size, mask=next_key < end, other=0)
+        in_use = (next_key >= lowest) & (next_key < end)
+        page = tl.load(table_ptr + (next_key >> page_shift), mask=in_use, other=0)
         for start_key in range(first_key, end_key, BLOCK_N):
             key = start_key + tl.arange(0, BLOCK_N)
-            live = (key >= lowest) & (key < end)
-            slot = (page.to(tl.int64) - key.to(tl.uint32) // size) * page_size + key
-            kv_offset = ((slot * kv_heads + kv_head) * D)[:, None] + d[None, :]
-            kv_mask = live[:, None] & d_mask[None, :]
-            next_key = key + BLOCK_N
-            page = tl.load(table_ptr + next_key.to(tl.uint32) // size, mask=next_key < end, other=0)
+            slot = (page.to(tl.int64) << page_shift) + (key & in_page)
+            kv_offset = (slot * (kv_heads * D))[:, None] + d[None, :]
+            next_key += BLOCK_N
+            in_use = (next_key >= lowest) & (next_key < end)
+            page = tl.load(table_ptr + (next_key >> page_shift), mask=in_use, other=0)
 
-            k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)
-            v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
-            # 0, or NaN where something is not finite: of every key, or of every number of v.
+            k = tl.load(k_head + kv_offset, mask=d_mask[None, :], other=0.0)
+            v = tl.load(v_head + kv_offset, mask=d_mask[None, :], other=0.0)
             if CODES:
                 k, v = decode(k), decode(v)
+                nothing = not_numbers(k)
                 k, v = k.to(q.dtype), v.to(q.dtype)
-                nothing = not_numbers(k, v)
-            else:
-                nothing = v * 0.0
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
             if CAPPED:
                 scores = cap * tanh(scores)
-            scores += (nothing if CODES else tl.sum(nothing, axis=1))[None, :]
+            if CODES:
+                scores += nothing[None, :]
             seen = (key[None, :] <= position[:, None]) & (key[None, :] >= row_lowest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
 
@@ -220,9 +219,6 @@ def attention_kernel(
             p = tl.exp2(scores - shift[:, None])
             split_total = split_total * decay + tl.sum(p, axis=1)
             split_highest = top
-
-            if not CODES:
-                v = tl.where(nothing == 0.0, v, 0.0)
             split_acc = tl.dot(p.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee")
 
         used = m < tile_size << tl.load(record + 6)
@@ -231,13 +227,16 @@ def attention_kernel(
             # memory, which takes half the registers: read from one tile, written to the other.
             state = state_ptr + 2 * tl.program_id(0).to(tl.int64) * (BLOCK_M * D_PAD)
             earlier = state + (1 - split % 2) * (BLOCK_M * D_PAD)
-            held = m < tl.where(split > 0, tile_size << tl.load(record + 6), 0)
-            acc = tl.load(
-                (earlier + m[:, None] * D_PAD) + d[None, :], mask=held[:, None], other=0.0
-            )
-            highest = tl.where(split > 0, highest, float("-inf"))
-            total = tl.where(split > 0, total, 0.0)
-            highest, total, acc = merge(highest, total, acc, split_highest, split_total, split_acc)
+            if split > 0:
+                acc = tl.load(
+                    (earlier + m[:, None] * D_PAD) + d[None, :], mask=used[:, None], other=0.0
+                )
+                highest, total, acc = merge(
+                    highest, total, acc, split_highest, split_total, split_acc
+                )
+            else:
+                # As merged with nothing: -0 becomes 0.
+                highest, total, acc = split_highest, split_total, split_acc + 0.0
             if split + 1 < splits:
                 later = state + split % 2 * (BLOCK_M * D_PAD)
                 tl.store((later + m[:, None] * D_PAD) + d[None, :], acc, mask=used[:, None])

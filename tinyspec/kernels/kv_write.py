@@ -11,6 +11,10 @@ the same number. RoPE is computed in fp32 and rounded once, to the dtype of k, b
 The only reduction is the norm's sum over a head, in an order fixed by dtype, head size and how the
 dimensions pair.
 
+Values in a cache are finite: attention multiplies those that a row does not attend to by 0. One
+that is not finite is written as 0, and all of its key as NaN, as are then the scores of the rows
+that attend to it.
+
 A code is e4m3fn: a sign, 4 bits of exponent, 3 of mantissa.
 
     value = (-1)^sign * 2^(exponent - 7) * (1 + mantissa / 8)      2^-6 * mantissa / 8 at exponent 0
@@ -61,9 +65,9 @@ def decode(codes):
 
 
 @triton.jit
-def not_numbers(k, v):
-    """[rows]: NaN where a row of k or v, both [rows, D] by ``decode``, has a NaN; else 0."""
-    largest = tl.max(tl.maximum(tl.abs(k), tl.abs(v)), axis=1)
+def not_numbers(k):
+    """[rows]: NaN where a row of k [rows, D], by ``decode``, has a NaN; else 0."""
+    largest = tl.max(tl.abs(k), axis=1)
     return tl.where(largest > LARGEST, float("nan"), 0.0)
 
 
@@ -103,6 +107,7 @@ def _norm_rotate(
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
+    wrong=None,  # [heads] whether all of a head becomes NaN
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     STORED: tl.constexpr = out_ptr.dtype.element_ty
@@ -137,10 +142,15 @@ def _norm_rotate(
         sin2 = tl.load(sin_ptr + second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
+        if wrong is not None:
+            y1 = tl.where(wrong[:, None], float("nan"), y1)
+            y2 = tl.where(wrong[:, None], float("nan"), y2)
         tl.store(out_row + first[None, :], stored(y1.to(DTYPE), STORED), mask=pair_mask_2d)
         tl.store(out_row + second[None, :], stored(y2.to(DTYPE), STORED), mask=pair_mask_2d)
     if ROT < D:
         x3 = _normed(x3, weight_ptr, rest, rms, rest_mask, NORM, DTYPE)
+        if wrong is not None:
+            x3 = tl.where(wrong[:, None], float("nan"), x3)
         tl.store(out_row + rest[None, :], stored(x3.to(DTYPE), STORED), mask=copy_mask)
 
 
@@ -210,6 +220,12 @@ def kv_write_kernel(
         if slot >= 0:
             head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
             head_mask = head < kv_heads
+            dim = tl.arange(0, D_PAD)[None, :]
+            mask = head_mask[:, None] & (dim < D)
+            v_row = v_ptr + row * stride_vr * VEC + head[:, None] * (stride_vh.to(tl.int64) * VEC)
+            v = tl.load(v_row + dim, mask=mask, other=0.0)
+            # As codes infinite values become 448.
+            finite = (v == v) if v_cache_ptr.dtype.element_ty == tl.uint8 else v * 0.0 == 0.0
             _norm_rotate(
                 k_ptr + row * stride_kr * VEC,
                 k_cache_ptr + slot * kv_heads * D,
@@ -227,13 +243,9 @@ def kv_write_kernel(
                 D=D,
                 HALF_PAD=HALF_PAD,
                 REST_PAD=REST_PAD,
+                wrong=tl.min(finite.to(tl.int32), axis=1) == 0,
             )
-
-            dim = tl.arange(0, D_PAD)[None, :]
-            mask = head_mask[:, None] & (dim < D)
-            v_row = v_ptr + row * stride_vr * VEC + head[:, None] * (stride_vh.to(tl.int64) * VEC)
-            v = tl.load(v_row + dim, mask=mask, other=0.0)
-            v = stored(v, v_cache_ptr.dtype.element_ty)
+            v = stored(tl.where(finite, v, 0.0).to(v.dtype), v_cache_ptr.dtype.element_ty)
             tl.store(v_cache_ptr + (slot * kv_heads + head[:, None]) * D + dim, v, mask=mask)
 
 

@@ -249,6 +249,7 @@ def paged_attention(
     for table in (metadata.page_table, metadata.cu_seqlens_q, metadata.seq_lens):
         assert table.dtype == torch.int32 and table.stride(-1) == 1
     assert sinks is None or (sinks.shape == (q_heads,) and sinks.is_contiguous())
+    assert metadata.page_size & (metadata.page_size - 1) == 0
     assert window >= 0 and chunk >= 0 and softcap >= 0 and not (window and chunk)
 
     vec = launch.vector(q.dtype, dim)
@@ -302,7 +303,7 @@ def paged_attention(
         page_table_ptr=metadata.page_table,
         seq_lens_ptr=metadata.seq_lens,
         state_ptr=state,
-        page_size=metadata.page_size,
+        page_shift=metadata.page_size.bit_length() - 1,
         **bounds,
         stride_qr=q.stride(0) // vec,
         stride_qh=q.stride(1) // vec,

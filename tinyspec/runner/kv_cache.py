@@ -48,7 +48,7 @@ class KVCache:
     ):
         def pool(layer: LayerShape) -> Tensor:
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         self.layers, self.dtype = layers, dtype
         self.k = [pool(layer) for layer in layers]
@@ -67,7 +67,7 @@ class KVCache:
         for pools in (self.k, self.v):
             for layer, before in enumerate(pools):
                 if len(before) < num_pages:
-                    after = before.new_empty(num_pages, *before.shape[1:])
+                    after = before.new_zeros(num_pages, *before.shape[1:])
                     after[[0, *kept]] = before[[0, *kept]]
                     pools[layer] = after
 
