@@ -84,7 +84,7 @@ def gpu_steps() -> Iterator[Step]:
     yield Step("ceilings, kernels", 60, kernels("ceilings", "kernels"))
     yield Step("llama: steps, doctor", 80, models(llama, "steps", "doctor"))
     yield Step("qwen: steps, nano-vllm", 90, models(qwen, "steps", "nano"))
-    yield Step("llama: generate, generate_batch", 120, models(llama, "compare"))
+    yield Step("qwen: generate, generate_batch", 60, models(qwen, "compare"))
     chosen = ("tests/kernels", "-k", "not twin", "--ignore=tests/kernels/test_compile.py")
     yield Step("tests: kernels", 90, tests("tests: kernels", *chosen, workers=WORKERS))
     chosen = ("tests", "-m", "gpu", "--ignore=tests/kernels")

@@ -10,7 +10,7 @@ from tests.support.mixes import bits, crowd, needles, plain, random_config, run_
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
-from tinyspec.runner.graphs import EAGER_PASSES
+from tinyspec.runner.graphs import EAGER_PASSES, CudaGraph
 
 pytestmark = pytest.mark.gpu
 REFERENCE = 32
@@ -66,6 +66,33 @@ def test_replays_have_the_bits_of_eager_passes(dtype):
             found.append([[bits(output) for output in served[:count]] for served in outputs])
             assert bool(len(engine.runner.graphs)) is graphs
     assert found[0] == found[1]
+
+
+def test_a_capture_that_fails(monkeypatch):
+    """Passes go on eagerly with the same bits, and so does the next engine, with graphs."""
+    capture = CudaGraph.capture
+    asked = [needles() + crowd(random.Random(2), 9)] * (EAGER_PASSES + 2)
+
+    def served():
+        with Engine(tiny(dtype=torch.bfloat16).cuda(), config=CONFIG) as engine:
+            outputs = [engine.generate([p for p, _ in m], [s for _, s in m]) for m in asked]
+            return [list(map(bits, o[: len(needles())])) for o in outputs], engine.runner.graphs
+
+    def waiting(graph, work):
+        def forward():
+            result = work()
+            torch.cuda.synchronize()  # which no stream may do that is captured
+            return result
+
+        return capture(graph, forward)
+
+    monkeypatch.setattr(CudaGraph, "capture", waiting)
+    failed, graphs = served()
+    assert not len(graphs) and any("capturing" in str(why) for why in graphs.refusals.values())
+    monkeypatch.setattr(CudaGraph, "capture", capture)
+    captured, graphs = served()
+    assert failed == captured and len(graphs)
+    assert torch.randn(9, device="cuda").isfinite().all()
 
 
 def test_control_plain_requests_differ():

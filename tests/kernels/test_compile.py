@@ -42,6 +42,8 @@ TARGETS = {
 }
 # Of attention, on an H100 or H200.
 PROGRAMS = 264
+# Bytes that attention may spill outside of its loop over keys.
+SPILLED = 192
 # How pairs lie, and in which dtype (None: the model's) cos and sin are.
 TURNS = {"halves": (False, None), "interleaved in fp32": (True, torch.float32)}
 # (rows, q heads, kv heads, page size, window, chunk, length) of passes that share a binary.
@@ -285,10 +287,14 @@ def inspect_ptx(asm: dict) -> dict:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command[1] = "--dump-sass"
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    spilled = int(used["STACK"]) + int(used["LOCAL"])
     return {
         "registers": int(used["REG"]),
-        "spilled": int(used["STACK"]) + int(used["LOCAL"]),
+        "spilled": spilled,
+        "spilled_in_loops": spilled and spilled_in_loops(sass),
         "atomics": re.findall(r"\b(?:atom|red)\.[\w.:]+", asm["ptx"]),
         "tf32": "tf32" in asm["ptx"],
         "flushes": re.findall(r"\b(?:mul|add|sub|fma|cvt)\.\S*ftz\S*", asm["ptx"]),
@@ -296,6 +302,19 @@ def inspect_ptx(asm: dict) -> dict:
         "dots": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", asm["ptx"]))),
         "in_flight": [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", asm["ptx"])],
     }
+
+
+def spilled_in_loops(sass: str) -> int:
+    """Instructions on local memory in the loops that hold no other loop."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;/]+);", sass)
+    place = {int(address, 16): n for n, (address, _) in enumerate(lines)}
+    jumps = [(re.search(r"\bBRA .*?(0x[0-9a-f]+)", text), n) for n, (_, text) in enumerate(lines)]
+    loops = [(place[int(to.group(1), 16)], n) for to, n in jumps if to]
+    loops = [(first, last) for first, last in loops if first < last]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    local = [n for n, (_, text) in enumerate(lines) if re.search(r"\b(LDL|STL)\b", text)]
+    assert inner and local, "a kernel that spills has loops, and instructions on local memory"
+    return sum(first <= n <= last for n in local for first, last in inner)
 
 
 def inspect_amdgcn(asm: dict) -> dict:
@@ -394,15 +413,18 @@ GRID = [
 @pytest.mark.parametrize("target, entry", GRID)
 def test_entry(compiler: Compiler, target: str, entry: str) -> None:
     """One binary whatever the rows, heads, pages, windows, strides and lengths; it fits shared
-    memory, spills nothing (gfx942 does, a little, where scores are capped), and has no atomics,
-    no fused multiply-add, no tf32. It takes no more of an SM than what is written down."""
+    memory, spills nothing in a loop (gfx942 does, a little, where scores are capped), and has no
+    atomics, no fused multiply-add, no tf32. It takes no more of an SM than what is written down."""
     records = compiler(target, entry)
     kernels = {kernel_of(entry), *SECOND_KERNELS.get(kernel_of(entry), ())}
     assert {record["kernel"] for record in records} == kernels
     for record in records:
         assert record["binaries"] == 1, record
         assert record["shared"] <= TARGETS[target][1], record
-        assert target == "gfx942" or not record["spilled"], record
+        # What a split of keys is surrounded by may spill a little, the walk along its keys nothing.
+        few = SPILLED if record["kernel"] == "attention_kernel" else 0
+        assert target == "gfx942" or record["spilled"] <= few, record
+        assert not record.get("spilled_in_loops"), record
         assert not record["atomics"], record
         assert not record["fusion"] and not record["tf32"], record
         # Codes become numbers by way of subnormal ones.
@@ -481,6 +503,14 @@ def test_control_a_worse_entry(compiler: Compiler, dim: int, change: dict, what:
     assert not compiled.worse(table, "sm_90", entry, compiler("sm_90", entry))
     found = compiled.worse(table, "sm_90", entry, compiler("sm_90", entry, **change))
     assert any(f" {what}," in line for line in found), found
+
+
+@pytest.mark.slow("compile grid", 2)
+def test_control_a_loop_that_spills(compiler: Compiler) -> None:
+    """Twice the rows, with as many warps."""
+    records = compiler("sm_90", "attention torch.bfloat16 128 extras=False", block_m=128)
+    (found,) = (r for r in records if r["kernel"] == "attention_kernel")
+    assert found["spilled"] > SPILLED and found["spilled_in_loops"]
 
 
 @pytest.mark.gpu

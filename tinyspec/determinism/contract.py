@@ -344,7 +344,9 @@ class Contract:
             self.modes.tile(results.tiled)
             always = self._config.verify == "always"
             canonical = [results.reference] if always else results.canonical
-            self.buckets.learn(canonical, results.seconds, results.own_way)
+            # A proof's passes are no graphs: where passes are, theirs take a host's time to launch.
+            seconds = {} if self._config.cuda_graphs else results.seconds
+            self.buckets.learn(canonical, seconds, results.own_way)
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
