@@ -22,8 +22,9 @@ from tinyspec.model.checksum import BITS
 RowFunction = Callable[[Tensor], Tensor]
 CANCELLED_OUTPUTS = 64
 POOL_ROWS = 64
-# Of 48 needles (the rows that are compared): a prime, so that no tile of rows is a multiple of it.
-NEEDLES = 47
+# Sums of fewer terms are often exact in any order, as those of products of bf16 numbers, and show it
+# only where it decides which terms meet those that cancel: these are other ones in every needle.
+SHORT = 64
 # Types of devices on which outputs are computed in tiles, each by multiprocessors of its own, and
 # how far cancelled outputs are apart there: no tile is narrower.
 TILED = ("cuda",)
@@ -58,7 +59,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def cancelled_outputs(features: int) -> int:
     """How many products of one row with a weight can cancel."""
-    return max(1, min(CANCELLED_OUTPUTS, features // 8))
+    return max(1, min(CANCELLED_OUTPUTS, features // (4 if features < SHORT else 8)))
 
 
 def cancelling_inputs(
@@ -74,22 +75,21 @@ def cancelling_inputs(
 
     A third of the features is random; another cancels its products with up to 64 rows of `weight`
     `[out, features]`; the last, orders of magnitude smaller, cancels what rounding the second to
-    `dtype` left over. Without a weight the plain sum of a row cancels. sets: of outputs, which rows
-    take in turns, evenly spread together.
+    `dtype` left over. Without a weight the plain sum of a row cancels. sets: of outputs, evenly
+    spread together, and of thirds, which rows take in turns.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, features, generator=generator)
     x = (x * 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)).to(dtype).double()
     weight = torch.ones(1, features) if weight is None else weight.detach()
     count = min(cancelled_outputs(features), len(weight))
-    sets = max(1, min(sets, rows, len(weight) // count))
     picks = torch.linspace(0, len(weight) - 1, count * sets).round().long().to(weight.device)
-    order = torch.randperm(features, generator=generator)
     third = max(1, features // 3)
-    x[:, order[third:]] = 0
     for number in range(sets):
         chosen = weight[picks[number::sets]].to("cpu", torch.float64).nan_to_num(0, 0, 0)
+        order = torch.randperm(features, generator=generator)
         own = x[number::sets]
+        own[:, order[third:]] = 0
         for part in (order[third : 2 * third], order[2 * third :]):
             gram = chosen[:, part] @ chosen[:, part].T
             gram.diagonal().add_(1e-12 * gram.trace() + 1e-30)
@@ -101,18 +101,20 @@ def cancelling_inputs(
 def probe_pool(
     features: int, dtype: torch.dtype, device: torch.device | str, weight: Tensor | None = None
 ) -> Tensor:
-    """[POOL_ROWS, features]: needles (rows whose sums cancel) in every even row, and between them
-    needles that are 1e4 larger, ordinary rows and zeros.
+    """[POOL_ROWS, features], twice as many rows of short sums: needles (rows whose sums cancel) in
+    every even row, and between them needles that are 1e4 larger, ordinary rows and zeros.
 
-    On a GPU needles cancel different outputs, together about one in ``APART``: tiles of outputs may
-    be summed each in a way of its own there.
+    Needles of short sums cancel different outputs, and on a GPU all do, together about one in
+    ``APART``: tiles of outputs may be summed each in a way of its own there.
     """
-    sets = 1
-    if weight is not None and torch.device(device).type in TILED:
+    rows, sets = POOL_ROWS, 1
+    if features < SHORT:
+        rows, sets = 2 * POOL_ROWS, POOL_ROWS // 2
+    elif weight is not None and torch.device(device).type in TILED:
         sets = min(-(-len(weight) // (cancelled_outputs(features) * APART)), POOL_ROWS // 2)
-    pool = cancelling_inputs(POOL_ROWS, features, dtype, 0, weight, sets)
-    if sets > 1:  # the even rows get one of each set
-        pool = pool.view(2, -1, features).transpose(0, 1).reshape(POOL_ROWS, features)
+    pool = cancelling_inputs(rows, features, dtype, 0, weight, sets)
+    if sets > 1:  # the even rows get as many of each set
+        pool = pool.view(2, -1, features).transpose(0, 1).reshape(rows, features)
     # By a power of two, so that the sums still cancel.
     pool[1::4] *= 2.0**9 if dtype == torch.float16 else 2.0**13
     generator = torch.Generator().manual_seed(features)
@@ -175,7 +177,8 @@ def needles_of_bucket(fn: RowFunction, pool: Tensor, turns: int, rows: int) -> T
     gets places of every kind.
     """
     place = torch.arange(len(pool), device=pool.device)
-    needles = place[(place % 2 == 0) | (place % 4 == 1)][:NEEDLES]
+    # Without the last an odd number, so that no tile of rows is a multiple of it.
+    needles = place[(place % 2 == 0) | (place % 4 == 1)][:-1]
     order = needles if rows >= LARGE_ROWS and turns == 1 else place
     table = None
     for turn in range(turns):
