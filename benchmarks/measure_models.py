@@ -99,6 +99,7 @@ class Sections:
         found = {
             "ms": round(1e3 * seconds / count, 3),
             "tokens_per_second": round(tokens / seconds, 1),
+            "ways": str({way: n for way, n in passed.ways.items() if n}),
         }
         if self.device is not None:
             floor = roofline.floor(roofline.decode(self.shape, batch, context), self.device)

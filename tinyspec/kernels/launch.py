@@ -3,7 +3,8 @@
 What a result depends on (tiles, splits, warps) is keyed by device, dtype and head size alone, never
 by the number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers
 fit the shared memory of every architecture from sm_80 on and of gfx942 and spill no register of the
-former (tests/kernels/test_compile.py); none of them has been timed on a GPU yet.
+former in a loop (tests/kernels/test_compile.py). On an H200 attention's for heads of 128 was the
+best of fifteen (benchmarks/results/h200/attention-entries.md); others have not been timed.
 
 Knows dtypes and head sizes; imports neither triton nor the kernels.
 """

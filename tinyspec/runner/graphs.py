@@ -185,6 +185,7 @@ class PassGraphs:
                 result = graph.capture(forward)
         except Exception as error:
             self.refusals[canonical] = f"capturing {shape} raised {type(error).__name__}: {error}"
+            self._pool = None  # torch takes it for one that is being recorded to
             logger.warning("passes run without graphs: %s", self.refusals[canonical])
             return None
         self._captured[shape] = found = _Captured(graph, result, addresses)
