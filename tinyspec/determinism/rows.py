@@ -22,8 +22,8 @@ from tinyspec.model.checksum import BITS
 RowFunction = Callable[[Tensor], Tensor]
 CANCELLED_OUTPUTS = 64
 POOL_ROWS = 64
-# Sums of fewer terms are often exact in any order, as those of products of bf16 numbers, and show
-# it only where it decides which terms meet those that cancel: these are other ones in every needle.
+# Sums of fewer terms, as of products of bf16 numbers, are often exact in any order: it shows only
+# where small terms meet large ones that cancel, and which these are changes from needle to needle.
 SHORT = 64
 # Types of devices on which outputs are computed in tiles, each by multiprocessors of its own, and
 # how far cancelled outputs are apart there: no tile is narrower.
