@@ -119,7 +119,7 @@ def report(path: Path) -> str:
 
 
 def predictions() -> list[dict[str, Any]]:
-    """What was expected before anything had run: of a section's case a column from low to high."""
+    """What is expected: of a section's case a column from low to high."""
     return json.loads(PREDICTIONS.read_text())["predictions"]
 
 

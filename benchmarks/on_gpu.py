@@ -62,6 +62,10 @@ def models(preset: str, *sections: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "benchmarks.measure_models", *sections, "--preset", preset)
 
 
+def bits(preset: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "benchmarks.measure_bits", "--preset", preset, *arguments)
+
+
 def tests(section: str, *arguments: str, workers: int = 0) -> tuple[str, ...]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "benchmarks.journal_plugin", "--section", section]
@@ -81,6 +85,8 @@ def sanitized(command: tuple[str, ...]) -> tuple[str, ...] | None:
 def gpu_steps() -> Iterator[Step]:
     """In order; the limits of all sum to more than there is time, so that none of it is unused."""
     qwen, llama = "qwen3-0.6b", "llama-3.1-8b"
+    yield Step("qwen: bits", 60, bits(qwen))
+    yield Step("llama: bits", 60, bits(llama))
     yield Step("ceilings, kernels", 60, kernels("ceilings", "kernels"))
     yield Step("llama: steps, doctor", 80, models(llama, "steps", "doctor"))
     yield Step("qwen: steps, nano-vllm", 90, models(qwen, "steps", "nano"))
@@ -101,6 +107,7 @@ def smoke_steps() -> Iterator[Step]:
     """The same code at tiny sizes."""
     command = kernels("ceilings", "kernels", "small", "--smoke")
     yield Step("kernels", 120, command)
+    yield Step("bits", 120, bits("tiny", "--smoke"))
     sections = ("steps", "doctor", "compare", "nano", "--smoke")
     yield Step("models", 120, models("tiny", *sections))
     suites = sorted(f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/bench_*.py"))

@@ -64,7 +64,7 @@ def test_steps(tmp_path, monkeypatch, capsys):
 
 
 def test_lists():
-    """Names are used once; speed comes before tests; commands name files that exist."""
+    """Names are used once; bits come first, speed before tests; commands name files that exist."""
     for steps in (list(gpu_steps()), list(smoke_steps())):
         names = [step.name for step in steps]
         assert len(set(names)) == len(names)
@@ -73,7 +73,8 @@ def test_lists():
                 if part.startswith(("benchmarks/", "tests/")):
                     assert (ROOT / part).exists()
     names = [step.name for step in gpu_steps()]
-    assert names[0] == "ceilings, kernels" and names.index("tests: kernels") > 3
+    assert names[:3] == ["qwen: bits", "llama: bits", "ceilings, kernels"]
+    assert names.index("tests: kernels") > 5
 
 
 def test_predictions():
