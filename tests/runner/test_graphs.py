@@ -71,6 +71,21 @@ def test_same_bits_of_two(monkeypatch):
     assert all(len(addresses) == 1 for addresses in log.results.values())
 
 
+def test_room_is_made(monkeypatch):
+    """All are dropped where a further one would have no room for its logits."""
+    log, kept = with_graphs(monkeypatch), []
+    expected = eager(TWO)
+    monkeypatch.setattr(graphs, "MOST_BYTES", 0)
+
+    def noted(engine, requests):
+        outputs = run(engine, requests)
+        kept.append(len(engine.runner.graphs))
+        return outputs
+
+    assert served(TWO, use=noted) == expected
+    assert log.captures > 1 >= kept[0]
+
+
 @pytest.mark.slow("crosses", 8)
 @pytest.mark.parametrize("verify", ["auto", "padded", "always"])
 @pytest.mark.parametrize("pages", [{}, {"num_pages": 24}], ids=["ample", "tight"])

@@ -30,6 +30,9 @@ logger = logging.getLogger("tinyspec")
 # Eager passes of a shape before it is captured: they compile and load what it launches, and a shape
 # that does not come again is not worth a capture, which takes as long as several passes.
 EAGER_PASSES = 4
+# Graphs share the memory of their passes, but each has its own for its logits: of more bytes all
+# are dropped. Those of all decode passes of up to 256 rows have a fourth of them, for 150,000 tokens.
+MOST_BYTES = 2 << 30
 MASKS = (torch.bool, torch.uint8)
 _ATEN = torch.ops.aten
 INDEXING = (_ATEN.index, _ATEN._unsafe_index, _ATEN.index_put_, _ATEN.index_put)
@@ -174,8 +177,11 @@ class PassGraphs:
     def _capture(
         self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
     ) -> _Captured | None:
-        """A graph of ``forward``; None while other threads use the stream, and where it failed,
-        which is not tried again."""
+        """A graph of ``forward``; None while other threads use the stream, where room is made for
+        it, and where it failed, which is not tried again."""
+        if sum(one.result.nbytes for one in self._captured.values()) > MOST_BYTES:
+            self.clear()
+            return None
         try:
             with self._stream.alone() as alone:
                 if not alone:
