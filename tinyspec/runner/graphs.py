@@ -31,7 +31,7 @@ logger = logging.getLogger("tinyspec")
 # that does not come again is not worth a capture, which takes as long as several passes.
 EAGER_PASSES = 4
 # Graphs share the memory of their passes, but each has its own for its logits: of more bytes all
-# are dropped. Those of all decode passes of up to 256 rows have a fourth of them, for 150,000 tokens.
+# are dropped. Those of all decode passes up to 256 rows have a fourth of them, for 150,000 tokens.
 MOST_BYTES = 2 << 30
 MASKS = (torch.bool, torch.uint8)
 _ATEN = torch.ops.aten
