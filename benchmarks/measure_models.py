@@ -31,7 +31,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 BATCHES = (1, 4, 16, 64)
 CONTEXT, STEPS = 1024, 20
 # Tokens of every request before its passes are timed: they are captured and their costs known then.
-SETTLED = 24
+SETTLED = 64
 MODEL_LEN = 4096
 # nano-vllm's bench.py with its seed, tokens a second, TB/s of the device's memory (roofline.py, and
 # the makers' data sheets): what others published, on Qwen3-0.6B.
