@@ -58,7 +58,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def cancelled_outputs(features: int) -> int:
-    """How many products of one row with a weight can cancel."""
+    """How many products of one row with a weight can cancel; of short sums an output shows less."""
     return max(1, min(CANCELLED_OUTPUTS, features // (4 if features < SHORT else 8)))
 
 
