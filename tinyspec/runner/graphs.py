@@ -15,7 +15,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,16 @@ class CudaGraph:
     def capture(self, work: Forward) -> Tensor:
         """Record ``work``, which does not run; where its result will lie."""
         # Other threads may use the device meanwhile, on other streams.
-        mode = "thread_local"
-        stream = self._stream.own
-        with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode=mode):
-            return work()
+        own, mode = self._stream.own, "thread_local"
+        try:
+            with torch.cuda.graph(self._graph, self._pool, own, capture_error_mode=mode):
+                return work()
+        except Exception:
+            # It has left torch's generator in capture mode. One that ends well takes it out.
+            other = torch.cuda.CUDAGraph()
+            with suppress(Exception), torch.cuda.graph(other, None, own, capture_error_mode=mode):
+                torch.zeros(1, device=self._stream.device)
+            raise
 
     def replay(self) -> None:
         """Run what was captured on what now lies at the same addresses."""
