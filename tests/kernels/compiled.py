@@ -95,9 +95,11 @@ def readme_table() -> str:
 
 
 def _tile(dtype: torch.dtype, dim: int, target: str, codes: bool) -> str:
-    with mock.patch.object(launch, "capability", lambda device: TARGETS[target]):
+    is_hip, capability = target == "gfx942", TARGETS[target]
+    with mock.patch.multiple(launch, capability=lambda device: capability, IS_HIP=is_hip):
         entry = launch.attention(dtype, dim, torch.device("cuda"), codes)
-    return f"{entry.block_m} x {entry.block_n}, {entry.num_warps}, {entry.num_stages}"
+        stages = entry.options()["num_stages"]
+    return f"{entry.block_m} x {entry.block_n}, {entry.num_warps}, {stages}"
 
 
 def _shown(numbers: list[int]) -> str:
