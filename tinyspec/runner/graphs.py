@@ -104,7 +104,7 @@ class CudaGraph:
             # It has left torch's generator in capture mode. One that ends well takes it out.
             other = torch.cuda.CUDAGraph()
             with suppress(Exception), torch.cuda.graph(other, None, own, capture_error_mode=mode):
-                torch.zeros(1, device=self._stream.device)
+                torch.zeros(1, dtype=torch.float32, device=self._stream.device)
             raise
 
     def replay(self) -> None:
