@@ -6,7 +6,7 @@ slots and pages, not their owners.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,8 @@ class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says.
 
     For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
-    their attention takes longer where they are not finite. written: pages up to the last that was.
+    their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
+    Triton kernels need, and take their memory at once. written: pages up to the last that was.
     """
 
     def __init__(
@@ -45,10 +46,13 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        zeroed: bool = False,
     ):
+        self._new: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
+
         def pool(layer: LayerShape) -> Tensor:
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return self._new(shape, dtype=dtype, device=device)
 
         self.layers, self.dtype = layers, dtype
         self.k = [pool(layer) for layer in layers]
@@ -67,7 +71,8 @@ class KVCache:
         for pools in (self.k, self.v):
             for layer, before in enumerate(pools):
                 if len(before) < num_pages:
-                    after = before.new_zeros(num_pages, *before.shape[1:])
+                    shape = (num_pages, *before.shape[1:])
+                    after = self._new(shape, dtype=before.dtype, device=before.device)
                     after[[0, *kept]] = before[[0, *kept]]
                     pools[layer] = after
 

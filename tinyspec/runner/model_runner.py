@@ -95,8 +95,8 @@ class ModelRunner:
 
     def pages(self, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
         """New pages, of another ``dtype`` than the engine's where one is given."""
-        dtype = dtype or self.kv_dtype
-        return KVCache(self.layers, num_pages, self.page_size, dtype, self.device)
+        dtype, zeroed = dtype or self.kv_dtype, self.kernels.backend == "triton"
+        return KVCache(self.layers, num_pages, self.page_size, dtype, self.device, zeroed)
 
     def drop_graphs(self) -> None:
         """To call where what graphs hold may have changed, or its memory is wanted; the twins run
