@@ -53,6 +53,11 @@ def served(engine: Engine, asked: Requests, count: int) -> Bits:
     return [(o.completions[0].token_ids, o.completions[0].logprobs) for o in outputs[:count]]
 
 
+def judged(off: int, of: int, **more: Any) -> dict[str, Any]:
+    """A line, wrong where anything is off."""
+    return {"off": off, "of": of, **more, **({"result": "wrong"} if off else {})}
+
+
 class Crossing:
     """The cases of one model. crowd: requests beside the needles."""
 
@@ -86,8 +91,7 @@ class Crossing:
             crowds = [served(engine, self.needles + self.crowd(seed), count) for seed in (1, 2)]
             stats, graphs = engine.stats(), len(engine.runner.graphs)
         off = sum(a != b for found in crowds for a, b in zip(alone, found, strict=True))
-        found = {"off": off, "of": 2 * count, "graphs": graphs, "rollbacks": stats.rollbacks}
-        return found | ({"result": "wrong"} if off else {})
+        return judged(off, 2 * count, graphs=graphs, rollbacks=stats.rollbacks)
 
     def _control(self) -> dict[str, Any]:
         plain = [(prompt, replace(p, deterministic=False)) for prompt, p in self.needles]
@@ -111,8 +115,7 @@ class Crossing:
             n = len(tokens)
             own = tinyspec.token_logprobs(logits[row, -n - 1 : -1], ids[row, -n:], 1.0).tolist()
             off += sum(a != b for a, b in zip(own, logprobs, strict=True))
-        of = sum(len(tokens) for tokens, _ in found)
-        return {"off": off, "of": of} | ({"result": "wrong"} if off else {})
+        return judged(off, sum(len(tokens) for tokens, _ in found))
 
     def _adapted(self, rank: int) -> dict[str, Any]:
         import peft
