@@ -103,17 +103,14 @@ class Committer:
         if self.thinker is None or done.thinking is None or done.thinking.hidden is None:
             return ends
         ends = ends.copy()
-        canonical = done.work_pass.canonical
-        for sequence, error in think(self.thinker, done.thinking, done.alive, ends, canonical):
+        for sequence, error in think(self.thinker, done.thinking, done.alive, ends):
             self.fail(sequence, error)
         alive = done.alive
         for span in done.thinking.spans:
             for sequence in span.sequence.request.sequences:
                 sequence.thought()
             if alive[span.work] and ends[span.work] < done.works.ends[span.work]:
-                # Shared pages hold what is good, and are not written again.
-                kept = max(int(ends[span.work]), span.sequence.frozen)
-                self.admission.truncate(span.sequence, kept)
+                self.admission.truncate(span.sequence, int(ends[span.work]))
         return ends
 
     def _start_siblings(self, done: InFlightPass, alive: Array) -> Array:

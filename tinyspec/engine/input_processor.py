@@ -143,9 +143,8 @@ class InputProcessor:
             request.tokenizer = self.tokenizer_parts(params)
         if params.thinking:
             assert self.thinker is not None
-            size, root = self.thinker.config.chunk_size, self.thinker.root
-            window = self.config.thinking_window
-            request.thoughts = Thoughts(size, len(prompt), window, root=root)
+            size, window = self.thinker.config.chunk_size, self.config.thinking_window
+            request.thoughts = Thoughts(size, len(prompt), window)
         return request
 
     def tokenizer_parts(self, params: SamplingParams) -> Parts:

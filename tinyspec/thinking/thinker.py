@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -140,11 +139,6 @@ class Thinker:
         if proven:
             with suppress(Exception):  # the next request that asks for it raises
                 self.prove()
-
-    @property
-    def root(self) -> bytes:
-        """Of the prefix cache's hashes: what, beside weights, thoughts depend on."""
-        return blake2b(f"{self.config} {self.batches.reference}".encode(), digest_size=16).digest()
 
     def prove(self) -> None:
         """Find, once, whether what a chunk of a batch gives is its own; if not, each runs alone."""
