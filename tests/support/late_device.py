@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,7 +69,8 @@ class LateQueue:
 QUEUES: WeakKeyDictionary[Launcher, LateQueue] = WeakKeyDictionary()
 
 
-def _launch(launcher: Launcher, launched: Any, work: Callable[[], Any]) -> Any:
+def _launch(launcher: Launcher, launched: Any) -> Any:
+    work = partial(launcher.run, launched)
     launched.pending = QUEUES.setdefault(launcher, LateQueue()).launch(work)
     return launched
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.engine.launcher import Fetched, InFlightPass, NewTokens
+from tinyspec.engine.launcher import InFlightPass, NewTokens
 from tinyspec.engine.stop_strings import first_stop, reach
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
@@ -52,14 +52,14 @@ class Committer:
         ended, self.ended = self.ended, []
         return ended
 
-    def commit(self, done: InFlightPass, results: Fetched) -> None:
+    def commit(self, done: InFlightPass, found: Sampled) -> None:
         """Mark what a pass has computed, start the siblings that wait for it, and commit tokens or
         keep them as drafts, whose errors are left to the verify. What is not alive is left out, and
         tokens of works that are not good to their end.
 
         Raises what a thinking block raised, and afterwards what a criterion raised but Exceptions.
         """
-        table, works, found = self.table, done.works, results.sampled
+        table, works = self.table, done.works
         self.record, self.looked_up = done.record, 0
         ends = self._think(done)
         alive = done.alive
@@ -67,14 +67,18 @@ class Committer:
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
         final = alive & (works.kinds != DRAFT)
         table.advance(works.rows[final], ends[final], done.work_pass.canonical)
-        if results.prompt_logprobs is not None:
-            values = results.prompt_logprobs.tolist()
+        if found.prompt_logprobs is not None:
+            values = found.prompt_logprobs.tolist()
             for (n, position, _), value in zip(done.unscored, values, strict=True):
                 if alive[n] and position < ends[n]:
                     request = table.sequences[works.rows[n]].request
                     request.prompt_logprobs[position + 1] = value
         alive &= ends == works.ends
-        new = replace(done.new, decisions=results.decisions)
+        new = done.new
+        if found.decisions is not None:
+            decisions = np.zeros((len(found.decisions), len(new.rows)), np.int64)
+            decisions[:, done.verified] = found.decisions
+            new = replace(new, decisions=decisions)
         kept = (final & alive)[done.work]
         if done.leads:
             new = replace(new, rows=self._start_siblings(done, alive))

@@ -142,7 +142,7 @@ class EngineCore:
         work_pass = self.scheduler.schedule()
         if work_pass is None:
             return None
-        return self.launcher.launch(*self.launcher.pack(work_pass))
+        return self.launcher.launch(self.launcher.pack(work_pass))
 
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
@@ -157,7 +157,7 @@ class EngineCore:
                 return None
             packed = self.launcher.pack(work_pass, launched)
         # Code of the user's in the model may end requests: the table is set back by then.
-        return self.launcher.launch(*packed)
+        return self.launcher.launch(packed)
 
     def drain(self) -> None:
         """Wait for a pass that is under way, and drop it: whoever goes on runs it again. What it

@@ -5,7 +5,7 @@ Waits for nothing. The newest tokens of a pass whose results are not in are take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,21 +32,6 @@ GREEDY = SamplingParams()
 
 
 @dataclass
-class Results:
-    """Of a pass, on the device. decisions [5, S] int32: of ``accept_truncate``, in its order;
-    prompt_logprobs [P] fp32."""
-
-    sampling: Sampling
-    decisions: Tensor | None
-    prompt_logprobs: Tensor | None
-
-    def tensors(self) -> list[Tensor | None]:
-        """What is fetched."""
-        sampling = self.sampling
-        return [sampling.tokens, sampling.logprobs, self.decisions, self.prompt_logprobs]
-
-
-@dataclass
 class NewTokens:
     """Of n sequences, [n] each: rows of the table, where the tokens of each are among those
     sampled, how many there are. decisions [5, n]: of ``accept_truncate``, in its order, where any
@@ -63,15 +48,6 @@ class NewTokens:
         return NewTokens(self.rows[which], self.firsts[which], self.counts[which], decisions)
 
 
-@dataclass
-class Fetched:
-    """Results on the host; decisions: of the n sequences of the pass, as ``NewTokens`` has them."""
-
-    sampled: Sampled
-    decisions: Array | None
-    prompt_logprobs: Array | None
-
-
 @dataclass(eq=False)
 class InFlightPass:
     """A pass under way, and the n sequences that get tokens from it: siblings that start come last.
@@ -83,6 +59,11 @@ class InFlightPass:
     unscored: (work, position, next token) of prompt rows whose logits give a log-probability that
     is missing. verified [S]: places of those with drafts to verify. thinking: rows of prompts that
     are thought about.
+
+    For the device, once it is packed: packed, samples; comparison: of drafts with what is sampled;
+    targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give; before:
+    a pass whose results were not in, until this one has run, which takes tokens where they lie;
+    error: why it could not be packed.
     """
 
     work_pass: Pass
@@ -94,8 +75,14 @@ class InFlightPass:
     leads: bool
     unscored: list[tuple[int, int, int]]
     verified: Array
-    pending: Pending[Results] = field(init=False)
+    pending: Pending[Sampling] = field(init=False)
     thinking: ThinkingRows | None = None
+    packed: PackedPass = field(init=False)
+    samples: SampleBatch = field(init=False)
+    comparison: Comparison | None = None
+    targets: Tensor | None = None
+    before: InFlightPass | None = None
+    error: Exception | None = None
 
     @classmethod
     def of(cls, work_pass: Pass, admission: Admission) -> InFlightPass:
@@ -163,17 +150,12 @@ class InFlightPass:
     @property
     def tokens(self) -> Tensor:
         """What was sampled, where it lies."""
-        return self.pending.results.sampling.tokens
+        return self.pending.results.tokens
 
-    def fetch(self) -> Fetched:
+    def fetch(self) -> Sampled:
         """Wait for the device. Raises what the pass raised."""
-        tokens, logprobs, decided, prompts = self.pending.fetch()
-        assert tokens is not None
-        decisions = None
-        if decided is not None:
-            decisions = np.zeros((len(decided), len(self.work)), np.int64)
-            decisions[:, self.verified] = decided
-        return Fetched(self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts)
+        fetched = self.pending.fetch()
+        return self.pending.results.on_host(*fetched)
 
 
 def _unscored(work_pass: Pass) -> list[tuple[int, int, int]]:
@@ -245,78 +227,67 @@ class Launcher:
     sampler: Sampler
     thinker: Thinker | None = None
 
-    def launch(self, launched: InFlightPass, work: Callable[[], Results]) -> InFlightPass:
+    def launch(self, launched: InFlightPass) -> InFlightPass:
         """Start what ``pack`` has drawn up."""
-        launched.pending = Pending(work)
+        launched.pending = Pending(partial(self.run, launched))
         return launched
 
-    def pack(
-        self, work_pass: Pass, before: InFlightPass | None = None
-    ) -> tuple[InFlightPass, Callable[[], Results]]:
-        """A pass, and its work for the device, which raises what went wrong here as well.
+    def pack(self, work_pass: Pass, before: InFlightPass | None = None) -> InFlightPass:
+        """A pass with all that it is on the device: what runs there reads nothing that may change
+        meanwhile, and raises what went wrong here as well.
 
         before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
         launched = InFlightPass.of(work_pass, self.admission)
         try:
-            return launched, self._drawn_up(launched, before)
+            self._draw_up(launched, before)
         except Exception as error:
-            return launched, partial(_fail, error)
+            launched.error = error
+        return launched
 
-    def _drawn_up(
-        self, launched: InFlightPass, before: InFlightPass | None
-    ) -> Callable[[], Results]:
-        """All that the pass is on the device: it reads nothing that may change meanwhile."""
+    def _draw_up(self, launched: InFlightPass, before: InFlightPass | None) -> None:
         runner, works, table = self.runner, launched.works, self.admission.table
+        launched.before, launched.samples = before, self._samples(launched)
         fresh, unscored = self.admission.pool.take_fresh(), launched.unscored
         ends, yields = works.cu_rows, works.yields
         wanted = np.arange(len(works)) if works.single else spread(ends - yields, yields)
-        targets = newest = comparison = None
+        newest = None
         if unscored:  # these rows come first
             more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p, _ in unscored]
             wanted = np.concatenate([more, wanted])
-            targets = to_device(np.array([token for *_, token in unscored]), runner.device)
+            tokens = np.array([token for *_, token in unscored])
+            launched.targets = to_device(tokens, runner.device)
         if before is not None:
             sources = before.sources(works.rows)
             drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
-        packed = runner.pack(launched.work_pass, fresh, wanted, newest)
+        launched.packed = runner.pack(launched.work_pass, fresh, wanted, newest)
         if self.thinker is not None:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
         if len(launched.verified):
-            comparison = Comparison(table, launched, before, runner.device)
-        samples = self._samples(launched)
-        return partial(self._run, packed, samples, comparison, targets, before, launched.thinking)
+            launched.comparison = Comparison(table, launched, before, runner.device)
 
-    def _run(
-        self,
-        packed: PackedPass,
-        samples: SampleBatch,
-        comparison: Comparison | None,
-        targets: Tensor | None,
-        before: InFlightPass | None,
-        thinking: ThinkingRows | None,
-    ) -> Results:
-        """The forward, what is sampled from its logits, and decisions on drafts.
-
-        targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give.
-        before: a pass whose tokens it takes where they lie.
-        """
+    def run(self, launched: InFlightPass) -> Sampling:
+        """The forward, what is sampled from its logits, and decisions on drafts."""
+        if launched.error is not None:
+            raise launched.error
         runner, sampler, hooks = self.runner, self.sampler, None
-        if self.thinker is not None and thinking is not None:
-            hooks = thinking.hooks(*self.thinker.model.layers)
+        if self.thinker is not None and launched.thinking is not None:
+            hooks = launched.thinking.hooks(*self.thinker.model.layers)
+        before, launched.before = launched.before, None
         newest = None if before is None else before.tokens
-        logits = runner.run(packed, newest, hooks)
-        prompt_logprobs = decisions = None
-        if targets is not None:
+        logits, prompt_logprobs = runner.run(launched.packed, newest, hooks), None
+        if (targets := launched.targets) is not None:
             first = len(targets)
             prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], targets)
             logits = logits[first:]
-        sampling = sampler.sample(logits, samples)
-        if comparison is not None:
-            decisions = comparison.run(sampler.kernels, runner.page_size, sampling.tokens, newest)
-        return Results(sampling, decisions, prompt_logprobs)
+        sampling = sampler.sample(logits, launched.samples)
+        sampling.prompt_logprobs = prompt_logprobs
+        if (comparison := launched.comparison) is not None:
+            kernels, tokens = sampler.kernels, sampling.tokens
+            sampling.decisions = comparison.run(kernels, runner.page_size, tokens, newest)
+        return sampling
 
     def _samples(self, launched: InFlightPass) -> SampleBatch:
         """What the sampler needs to know of every token."""
@@ -341,10 +312,6 @@ class Launcher:
         return SampleBatch(
             logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
         )
-
-
-def _fail(error: Exception) -> Results:
-    raise error
 
 
 def _special_row(sequence: Sequence, position: int) -> SpecialRow:
