@@ -53,7 +53,7 @@ class Engine(OneProcess):
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
     inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
-    one page, ``reserve`` adds more (not where ``config`` sets ``num_pages``). A context manager.
+    one page, ``reserve`` makes room (not where ``config`` sets ``num_pages``). A context manager.
 
     Threads may share one: requests of all, and the user's code in them, run in the same passes in
     any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
@@ -221,15 +221,22 @@ class Engine(OneProcess):
 
     @locked
     def reserve(self, num_pages: int) -> None:
-        """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay."""
+        """Have a page pool of ``num_pages``, or as large as memory allows. A larger one takes the
+        place of that which is there: what runs is computed again. It grows by a quarter at least,
+        so that calls which grow bit by bit keep the prefix cache of most."""
         self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
-            self.core.drain()
             most = most_pages(self.config, self.served, self.runner.pages_taken)
-            if (pages := min(num_pages, most)) > there:
-                self.runner.extend(pages)
-                self.pool.resize(pages)
+            if (pages := min(max(num_pages, there + there // 4), most)) > there:
+                self.core.drain()
+                self._give_back(pages)
+
+    def _give_back(self, num_pages: int) -> None:
+        """Free the page pool's memory; the next pass takes that of ``num_pages``."""
+        self.admission.forget_pages()
+        self.runner.release()
+        self.pool.resize(num_pages)
 
     @locked
     def release(self) -> None:
@@ -238,10 +245,7 @@ class Engine(OneProcess):
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("release")
-        self.admission.forget_pages()
-        self.runner.release()
-        if self._grows:
-            self.pool.resize(1)
+        self._give_back(1 if self._grows else self.pool.num_pages)
 
     @property
     def fingerprint(self) -> str:

@@ -104,13 +104,6 @@ class ModelRunner:
         if self.kernels.backend == "triton":
             self.graphs.clear()
 
-    def extend(self, num_pages: int) -> None:
-        """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
-        if self._cache is not None:
-            self.drop_graphs()
-            with self.torch_state.stream():
-                self._cache.extend(num_pages, self._pool.in_use())
-
     @property
     def holds_memory(self) -> bool:
         """Whether the KV pool is allocated."""
