@@ -27,6 +27,8 @@ _HINTS = {
     "it is called bad_words_ids in SamplingParams, which takes token ids": "bad_words",
     "there is none; json_schema, regex and grammar are such fields of SamplingParams": "ebnf "
     "guided_decoding structured_outputs response_format guided_json guided_regex guided_grammar",
+    "it is called device here, which is one for the whole model": "device_map",
+    "it is called dtype here": "torch_dtype",
     "there is none": "best_of num_beams use_beam_search length_penalty skip_special_tokens "
     "tensor_parallel_size tp_size pipeline_parallel_size swap_space cpu_offload_gb enable_lora",
 }

@@ -70,8 +70,6 @@ class Engine(OneProcess):
     Raises UnsupportedModelError, or ValueError for a setting that does not fit.
     """
 
-    closed: str | None = "not finished"
-
     @between_steps()
     def __init__(
         self,
@@ -101,7 +99,6 @@ class Engine(OneProcess):
         most = 1 if self._grows else most_pages(config, self.served)
         self._build(drafter, kernels, most)
         flush()
-        self.closed = None
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
@@ -150,6 +147,11 @@ class Engine(OneProcess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> str | None:
+        """Why it runs nothing any more."""
+        return self.tracker.closed
+
     def close(self) -> None:
         """Abort what is unfinished and give the memory back.
 
@@ -157,8 +159,7 @@ class Engine(OneProcess):
         """
         if self.closed is None:
             with self.lock("close"):
-                self.closed = "closed"
-                self.tracker.close(self.closed)
+                self.tracker.close()
                 self.core.drain()
                 self.runner.release()
 
@@ -183,9 +184,8 @@ class Engine(OneProcess):
 
         given: as transformers' from_pretrained takes it: ``revision, trust_remote_code, token,
         cache_dir, local_files_only, subfolder`` (of the tokenizer too), ``variant,
-        use_safetensors, quantization_config, attn_implementation``; ``torch_dtype`` in place of
-        dtype, and ``device_map`` that means one device in place of device. Where no tokenizer was
-        saved, prompts are token ids. Raises ValueError naming what cannot be loaded or served.
+        use_safetensors, quantization_config, attn_implementation``. Where no tokenizer was saved,
+        prompts are token ids. Raises ValueError naming what cannot be loaded or served.
         """
         return cls(*load(name_or_path, dtype, device, **given), config)
 
@@ -221,9 +221,8 @@ class Engine(OneProcess):
 
     @locked
     def reserve(self, num_pages: int) -> None:
-        """Have a page pool of ``num_pages``, or as large as memory allows. A larger one takes the
-        place of that which is there: what runs is computed again. It grows by a quarter at least,
-        so that calls which grow bit by bit keep the prefix cache of most."""
+        """Have a page pool of ``num_pages``, or as large as memory allows. A larger one is made
+        anew, by a quarter at least: what runs is computed again, and the prefix cache is empty."""
         self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:

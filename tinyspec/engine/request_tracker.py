@@ -285,9 +285,9 @@ class RequestTracker:
         """As ``cancel``, at any line of any thread, as finalizers are: by the next call or step."""
         self._dropped += filter(self._unfinished, requests)
 
-    def close(self, why: str) -> None:
-        """Abort all; no request can be added any more, which is refused with ``why``."""
-        self.closed = why
+    def close(self) -> None:
+        """Abort all; no request can be added any more."""
+        self.closed = "closed"
         self.queued.clear()
         self._abort(self.requests.values(), "the engine was closed")
 
