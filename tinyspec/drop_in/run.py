@@ -41,7 +41,7 @@ def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
     """The sequences of ``call``, run to their end; none where it has become unserved. Raises what a
     processor or a criterion raised."""
     wide = wide_rows(call)
-    requests = new_requests(engine, call, wide)
+    requests = new_requests(engine, call, drafter, wide)
     sequences = [sequence for request in requests for sequence in request.sequences]
     if call.unserved:
         return []
@@ -49,10 +49,10 @@ def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
     if wide is not None:
         wide.run(engine, requests, streamers, call.pad)
     elif streamers is None:
-        engine.run(requests, drafter)
+        engine.tracker.run(requests, until_abort=True)
     else:
         places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
-        with engine.follow(requests, drafter) as events:
+        with engine.follow(requests) as events:
             for event in events:
                 if event.finish_reason == "abort":
                     break
@@ -64,9 +64,11 @@ def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
     return sequences
 
 
-def new_requests(engine: Engine, call: Call, wide: WideRows | None = None) -> list[Request]:
+def new_requests(
+    engine: Engine, call: Call, drafter: Drafter, wide: WideRows | None = None
+) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once; none where ``wide``
-    rows do not all fit."""
+    rows do not all fit. drafter: the engine's from now on."""
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts.each, call.params, strict=True):
@@ -89,6 +91,7 @@ def new_requests(engine: Engine, call: Call, wide: WideRows | None = None) -> li
         call.draw_seeds()
         ids = [p.ids or [0] * len(p) for p in call.prompts.each]
         requests = engine.ready().of_ids(ids, call.params)
+        engine.core.drafter = drafter
     for request, prompt in zip(requests, call.prompts.each, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps, request.supplied = call.keeps, wide is not None
@@ -292,13 +295,13 @@ def run_batch(
     id, as transformers orders them. Raises what a processor or a criterion raised."""
     from transformers.generation.continuous_batching import requests as theirs
 
-    begun, requests = time.perf_counter(), new_requests(engine, call)
+    begun, requests = time.perf_counter(), new_requests(engine, call, drafter)
     sequences = [sequence for request in requests for sequence in request.sequences]
     stamps: dict[tuple[str, int], list[float]] = {
         (s.request.request_id, s.index): [] for s in sequences
     }
     bar = tqdm(total=len(sequences), unit="request", disable=not progress_bar)
-    with bar, engine.follow(requests, drafter) as events:
+    with bar, engine.follow(requests) as events:
         for event in events:
             if event.finish_reason == "abort":
                 break

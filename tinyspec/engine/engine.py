@@ -221,8 +221,8 @@ class Engine(OneProcess):
 
     @locked
     def reserve(self, num_pages: int) -> None:
-        """Have a page pool of ``num_pages``, or as large as memory allows. A larger one is made
-        anew, by a quarter at least: what runs is computed again, and the prefix cache is empty."""
+        """Have a page pool of ``num_pages``, or as large as memory allows. A larger one is larger
+        by a quarter at least, and new: what runs is computed again."""
         self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
@@ -339,21 +339,10 @@ class Engine(OneProcess):
         return self.ready().requests(prompts, params)
 
     @locked
-    def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
-        """Queue what ``prepare`` made; committed tokens as they come. ``drafter`` replaces the
-        engine's from now on."""
-        if drafter is not None:
-            self.core.drafter = drafter
+    def follow(self, requests: list[Request]) -> EventStream:
+        """Queue what ``prepare`` made; committed tokens as they come."""
         self.tracker.add(requests)
         return EventStream(requests, self.tokenizer, self.tracker, self)
-
-    def run(self, requests: list[Request], drafter: Drafter | None = None) -> None:
-        """Run what ``prepare`` made to its end, or to the first abort, which ends all; what they
-        have got is in their sequences. ``drafter`` as for ``follow``."""
-        if drafter is not None:
-            with self.lock("generate"):
-                self.core.drafter = drafter
-        self.tracker.run(requests, until_abort=True)
 
     def add_request(
         self, prompt: Any, params: SamplingParams | None = None, priority: int = 0
