@@ -205,7 +205,7 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
             overwrite(*args)
 
     overwrite = batches.overwrite
-    memory = batches.PassMemory(engine.config, runner.device, fixed=True)
+    memory = batches.PassMemory(engine.config, runner.buckets, runner.device, fixed=True)
     with (
         patch.object(runner, "memory", memory),
         patch.object(runner, "run", watched(run)),

@@ -231,22 +231,17 @@ def test_rows_that_do_not_all_fit(limits, named, caplog):
         assert model.generate.stats().committed == 5 * NEW
 
 
-def test_streamers_and_a_trace_get_a_token_of_every_row_a_step():
-    model, width = zoo.tiny("llama"), max(map(len, ROWS))
+def test_streamers_get_a_token_of_every_row_a_step():
+    model = zoo.tiny("llama")
     streamers = [AttentionRecorder() for _ in ROWS]
-    with patched(model, EngineConfig(reference_rows=16, page_size=8, trace=True)):
+    with patched(model, EngineConfig(reference_rows=16, page_size=8)):
         code = {"deterministic": True, "logits_processor": [Matchers(5)]}
         out = generate(model, block(ROWS), streamer=streamers, **code)
-        passes = model.generate._engine.trace.passes()
     for n, streamer in enumerate(streamers):
         assert (
             streamer.puts[-1] == "end"
             and streamer.tokens[-NEW:] == out.sequences[n, -NEW:].tolist()
         )
-    told = {name: [] for name in sorted({work.request_id for one in passes for work in one.works})}
-    for work in (work for one in passes for work in one.works):
-        told[work.request_id] += work.tokens
-    assert list(told.values()) == out.sequences[:, width:].tolist()
 
 
 def same(one, other):

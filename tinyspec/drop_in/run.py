@@ -25,9 +25,10 @@ from tinyspec.drop_in.prepare import is_per_request
 from tinyspec.drop_in.prompts import Streamers
 from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.launcher import special_row
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
-from tinyspec.runner.processors import BatchWide, SpecialRow
+from tinyspec.runner.processors import BatchWide
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampled, SpecialResult
 from tinyspec.scheduler.request import Request, Sequence
 
@@ -170,15 +171,7 @@ class WideRows:
     def _sample(self, engine: Engine, sequences: list[Sequence]) -> Sampled:
         """A token for each row, by the logits that it waits with."""
         special = {
-            n: SpecialRow(
-                sequence.params,
-                sequence.num_generated,
-                sequence.history if sequence.params.changes_logits else [],
-                self.pad if self.done[n] else -1,
-                "scores" in sequence.request.keeps,
-                "logits" in sequence.request.keeps,
-                sequence.request.thread,
-            )
+            n: special_row(sequence, sequence.length, self.pad if self.done[n] else -1)
             for n, sequence in enumerate(sequences)
         }
         each = [sequence.sampling for sequence in sequences]

@@ -28,7 +28,8 @@ from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_res
 from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
 
-GREEDY = SamplingParams()
+# Where tokens come from outside logits are what is wanted.
+SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps_logits=True)
 
 
 @dataclass
@@ -262,7 +263,7 @@ class Launcher:
             drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
-        launched.packed = runner.pack(launched.work_pass, fresh, wanted, newest)
+        launched.packed = runner.memory.pack(launched.work_pass, fresh, wanted, newest)
         if self.thinker is not None:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
         if len(launched.verified):
@@ -300,31 +301,32 @@ class Launcher:
         names = ("key", "temperature", "top_k", "top_p", "min_p")
         key, temperature, top_k, top_p, min_p = (getattr(table, name)[row] for name in names)
         wanted = bool(table.places("logprobs_wanted", row))
-        special = {
-            n: _special_row(table.sequences[row[n]], int(position[n]))
-            for n in table.places("special_sampling", row)
-        }
+        owners = {n: table.sequences[row[n]] for n in table.places("special_sampling", row)}
         for n, sibling in launched.siblings:
             place = int(launched.new.firsts[n])
             key[place] = sibling.key
-            if place in special:
-                special[place] = _special_row(sibling, int(position[place]))
+            if place in owners:
+                owners[place] = sibling
+        special = {
+            n: SUPPLIED if one.request.supplied else special_row(one, int(position[n]))
+            for n, one in owners.items()
+        }
         return SampleBatch(
             logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
         )
 
 
-def _special_row(sequence: Sequence, position: int) -> SpecialRow:
+def special_row(sequence: Sequence, position: int, forced: int = -1) -> SpecialRow:
+    """For its token at ``position``, which is ``forced`` unless that is -1."""
     request, params = sequence.request, sequence.params
-    if request.supplied:  # its logits are what is wanted
-        return SpecialRow(GREEDY, 0, [], keeps_logits=True)
     generated = position - request.num_prompt
-    forced = sequence.given_tokens if sequence.teacher_forced else None
+    if sequence.teacher_forced and sequence.given_tokens is not None:
+        forced = sequence.given_tokens[generated]
     return SpecialRow(
         params,
         generated,
         sequence.before(position) if params.changes_logits else [],
-        -1 if forced is None else forced[generated],
+        forced,
         "scores" in request.keeps,
         "logits" in request.keeps,
         request.thread,

@@ -239,8 +239,6 @@ class RequestTracker:
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason:
                 self._core.committer.end(sequence, reason)
-        if self._core.trace is not None:
-            self._core.trace.supplied(sequences)
         self._finish()
 
     def _finish(self) -> None:

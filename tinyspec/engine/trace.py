@@ -178,16 +178,6 @@ class Trace:
             work.proposed -= len(work.drafts)
         return work
 
-    def supplied(self, sequences: list[Sequence]) -> None:
-        """Each has got a token from outside, after a pass."""
-        known = {work.lane: work for work in self._kept[-1].works}
-        for sequence in sequences:
-            new = TracedWork.of(sequence)
-            work = known.setdefault(new.lane, new)
-            work.tokens += sequence.ids(sequence.length - 1, sequence.length)
-            work.end = sequence.finish_reason
-        self._kept[-1].works[:] = known.values()
-
     def passes(self) -> list[TracedPass]:
         """The passes that are kept, in order."""
         return list(self._kept)

@@ -22,8 +22,6 @@ from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache, dtype_of
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import Pass
-from tinyspec.scheduler.sequence_table import Array
 
 Hooks = AbstractContextManager[None]
 
@@ -52,7 +50,7 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
-        self.memory = PassMemory(config, device, fixed=kernels.backend == "triton")
+        self.memory = PassMemory(config, buckets, device, fixed=kernels.backend == "triton")
         self.serve(served)
 
     def serve(self, served: ServedModel) -> None:
@@ -133,18 +131,6 @@ class ModelRunner:
             yield cache
         finally:
             context.k, context.v = before
-
-    def pack(
-        self, work_pass: Pass, fresh: list[int], wanted: Array, newest: Array | None = None
-    ) -> PackedPass:
-        """A pass for ``run``, whose rows ``wanted`` [N] int64 give logits.
-
-        fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
-        to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
-        tokens are among those of the pass before, and where.
-        """
-        fit = self.buckets.fit_canonical if work_pass.canonical else self.buckets.fit
-        return self.memory.pack(work_pass, fit, fresh, wanted, newest)
 
     def run(
         self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None
