@@ -205,15 +205,20 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("style, said", BAD.values(), ids=BAD)
-def test_what_cannot_be_served(tokenizer, style, said, monkeypatch):
+@pytest.fixture(scope="module")
+def plain_engine(tokenizer):
     with engine_of(tokenizer) as engine:
-        assert re.search(said, _refused(engine, "Once", SamplingParams(**style)), re.DOTALL)
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-        assert engine.generate(["Once"], SamplingParams(max_new_tokens=1))
-        if "ignore_eos" not in style:
-            said = _refused(engine, "Once", SamplingParams(**style))
-            assert "pip install 'tinyspec[structured]'" in said
+        yield engine
+
+
+@pytest.mark.parametrize("style, said", BAD.values(), ids=BAD)
+def test_what_cannot_be_served(plain_engine, style, said, monkeypatch):
+    assert re.search(said, _refused(plain_engine, "Once", SamplingParams(**style)), re.DOTALL)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert plain_engine.generate(["Once"], SamplingParams(max_new_tokens=1))
+    if "ignore_eos" not in style:
+        said = _refused(plain_engine, "Once", SamplingParams(**style))
+        assert "pip install 'tinyspec[structured]'" in said
 
 
 def test_a_tokenizer_that_llguidance_cannot_read():
