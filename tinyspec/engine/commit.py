@@ -75,10 +75,6 @@ class Committer:
                     request.prompt_logprobs[position + 1] = value
         alive &= ends == works.ends
         new = done.new
-        if found.decisions is not None:
-            decisions = np.zeros((len(found.decisions), len(new.rows)), np.int64)
-            decisions[:, done.verified] = found.decisions
-            new = replace(new, decisions=decisions)
         kept = (final & alive)[done.work]
         if done.leads:
             new = replace(new, rows=self._start_siblings(done, alive))
@@ -90,12 +86,11 @@ class Committer:
         if supplied := table.places("supplied", new.rows):
             self._keep_logits(new.only(np.array(supplied)), found)
             new = new.only(np.delete(np.arange(len(new.rows)), supplied))
-        if new.decisions is None:
-            self._commit_newest(new, found)
+        if np.count_nonzero(new.verified):
+            self._commit_newest(new.only(~new.verified), found)
+            self._commit_verified(new.only(new.verified), found)
         else:
-            drafted = new.decisions[0] > 0
-            self._commit_newest(new.only(~drafted), found)
-            self._commit_verified(new.only(drafted), found)
+            self._commit_newest(new, found)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
@@ -145,21 +140,19 @@ class Committer:
         self.record.drafted += int(drafting.sum())
 
     def _commit_verified(self, new: NewTokens, found: Sampled) -> None:
-        """Of each, all of which have drafts, what ``accept_truncate`` decided; those whose logits
-        are not finite somewhere are verified up to there, and run again without drafts."""
-        if not len(new.rows):
-            return
+        """Of each, all of which verify drafts, what ``_decide`` says; those whose logits are not
+        finite somewhere are verified up to there, and run again without drafts."""
         table, record = self.table, self.record
         given, place = new.counts[:, None], np.arange(new.counts.max())
         places = new.firsts[:, None] + np.minimum(place, given - 1)
         good = ((found.tokens[places] >= 0) & (place < given)).cumprod(1).sum(1)
         broken = [table.sequences[row] for row in new.rows[good < new.counts].tolist()]
-        new, places = new.only(good > 0), places[good > 0]
-        rows, drafts = new.rows, table.num_drafts[new.rows]
-        assert new.decisions is not None
-        committed, agreed, left, freed, stopped = new.decisions
-        counts, ended = self._append(rows, committed, places, stopped > 0, found)
+        rows, places, good = new.rows[good > 0], places[good > 0], good[good > 0]
+        drafts, length = table.num_drafts[rows], table.length[rows]
+        committed, agreed, left, stopped = self._decide(rows, found.tokens[places], good)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
+        pages = -(-(length - 1 + committed + left) // self.admission.pool.page_size)
+        counts, ended = self._append(rows, committed, places, stopped, found)
         accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
         table.accepted[rows] += accepted
@@ -171,17 +164,38 @@ class Committer:
         self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
         self._finish(rows, ended)
         unfinished = table.generation_id[rows] > 0
-        # The newest draft was not known to be none when the decision was made.
-        left = np.minimum(left, np.maximum(drafts - committed, 0))
         table.num_drafts[rows[unfinished]] = left[unfinished]
         done = rows[unfinished & (left == 0)]
         table.proposed[done] = table.draft_ended[done] = False
-        for row in rows[unfinished & (freed > 0)].tolist():
+        for row in rows[unfinished & (table.num_pages[rows] > pages)].tolist():
             sequence = table.sequences[row]
             self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
+
+    def _decide(
+        self, rows: Array, targets: Array, good: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """What a verify commits of each of ``rows`` [n], whose drafts guessed ``targets`` [n, W],
+        of which the first ``good`` [n] count: how many tokens, how many of these are its drafts,
+        how many drafts behind them are still to be verified, and whether a stop token or its length
+        ends it. Method: LLM-42, arXiv 2601.17768."""
+        table, width = self.table, targets.shape[1]
+        place, drafts, length = np.arange(width), table.num_drafts[rows], table.length[rows]
+        columns = np.minimum(length[:, None] + place, table.ids.shape[1] - 1)
+        right = table.ids[rows[:, None], columns] == targets
+        right &= place < np.minimum(drafts, good)[:, None]
+        agreed, remaining = right.cumprod(1).sum(1), table.most[rows] - length
+        # A token is committed when every one before it agreed with its draft.
+        committed = np.minimum(np.minimum(agreed + 1, good), remaining)
+        stops = (table.stops[rows][:, None] == targets[:, :, None]).any(2)
+        at_stop = np.where(stops & (place < committed[:, None]), place, width).min(1)
+        committed = np.minimum(committed, at_stop + 1)
+        agreed, stopped = np.minimum(agreed, committed), at_stop < width
+        stopped |= committed == remaining
+        left = np.where((agreed == committed) & ~stopped, drafts - committed, 0)
+        return committed, agreed, left, stopped
 
     def _commit_newest(self, new: NewTokens, found: Sampled) -> None:
         """One token for each, none of which has drafts."""

@@ -1,4 +1,4 @@
-"""Hands passes to the device: packed rows, what is sampled from them, drafts to compare.
+"""Hands passes to the device: packed rows, and what is sampled from them.
 
 Waits for nothing. The newest tokens of a pass whose results are not in are taken where they lie.
 """
@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from tinyspec.kernels.backend import Kernels
 from tinyspec.runner.batch import PackedPass
 from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
@@ -24,7 +22,7 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows, spread
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_results
+from tinyspec.scheduler.sequence_table import Array, ahead_of_results
 from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
 
@@ -35,18 +33,17 @@ SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps_logits=True)
 @dataclass
 class NewTokens:
     """Of n sequences, [n] each: rows of the table, where the tokens of each are among those
-    sampled, how many there are. decisions [5, n]: of ``accept_truncate``, in its order, where any
-    has drafts to verify; 0 tokens are committed for those without."""
+    sampled, how many there are, and whether they verify drafts."""
 
     rows: Array
     firsts: Array
     counts: Array
-    decisions: Array | None = None
+    verified: Array
 
     def only(self, which: Array) -> NewTokens:
         """Those at ``which``."""
-        decisions = None if self.decisions is None else self.decisions[:, which]
-        return NewTokens(self.rows[which], self.firsts[which], self.counts[which], decisions)
+        columns = (self.rows, self.firsts, self.counts, self.verified)
+        return NewTokens(*(column[which] for column in columns))
 
 
 @dataclass(eq=False)
@@ -58,13 +55,11 @@ class InFlightPass:
     come from. new: the n sequences, by a leader's row where a sibling starts. siblings: (place
     among the n, sequence). leads: whether siblings may wait for a prompt that it computes.
     unscored: (work, position, next token) of prompt rows whose logits give a log-probability that
-    is missing. verified [S]: places of those with drafts to verify. thinking: rows of prompts that
-    are thought about.
+    is missing. thinking: rows of prompts that are thought about.
 
-    For the device, once it is packed: packed, samples; comparison: of drafts with what is sampled;
-    targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give; before:
-    a pass whose results were not in, until this one has run, which takes tokens where they lie;
-    error: why it could not be packed.
+    For the device, once it is packed: packed, samples; targets [P]: tokens of prompts whose
+    log-probabilities the first P rows of logits give; before: a pass whose results were not in,
+    until this one has run, which takes tokens where they lie; error: why it could not be packed.
     """
 
     work_pass: Pass
@@ -75,12 +70,10 @@ class InFlightPass:
     siblings: list[tuple[int, Sequence]]
     leads: bool
     unscored: list[tuple[int, int, int]]
-    verified: Array
     pending: Pending[Sampling] = field(init=False)
     thinking: ThinkingRows | None = None
     packed: PackedPass = field(init=False)
     samples: SampleBatch = field(init=False)
-    comparison: Comparison | None = None
     targets: Tensor | None = None
     before: InFlightPass | None = None
     error: Exception | None = None
@@ -107,9 +100,8 @@ class InFlightPass:
             firsts = counts.cumsum() - counts
         verified = (table.num_drafts[rows] > 0) & (works.kinds[work] != DRAFT)
         ids, unscored = table.generation_id[works.rows], _unscored(work_pass)
-        new = NewTokens(rows, firsts, counts)
-        parts = (ids, work, new, siblings, leads, unscored, verified.nonzero()[0])
-        return cls(work_pass, record, *parts)
+        new = NewTokens(rows, firsts, counts, verified)
+        return cls(work_pass, record, ids, work, new, siblings, leads, unscored)
 
     @property
     def works(self) -> ScheduledRows:
@@ -127,7 +119,7 @@ class InFlightPass:
         """Whether all but the ids of its tokens is known: each of its sequences gets one token or
         one draft, none starts, and nothing is thought about."""
         thinks = self.thinking is not None and bool(self.thinking.spans)
-        return not (len(self.verified) or self.leads or self.pending.failed or thinks)
+        return not (self.new.verified.any() or self.leads or self.pending.failed or thinks)
 
     @contextmanager
     def committed_ahead(self) -> Iterator[None]:
@@ -169,54 +161,6 @@ def _unscored(work_pass: Pass) -> list[tuple[int, int, int]]:
         positions = range(int(works.starts[n]), min(int(works.ends[n]), len(prompt) - 1))
         found += [(n, p, prompt[p + 1]) for p in positions if known[p + 1] is None]
     return found
-
-
-class Comparison:
-    """What ``accept_truncate`` reads, for the sequences of a pass that have drafts to verify."""
-
-    def __init__(
-        self,
-        table: SequenceTable,
-        launched: InFlightPass,
-        before: InFlightPass | None,
-        device: torch.device,
-    ):
-        """before: whose tokens are the newest drafts of some, which have no ids yet."""
-        new = launched.new.only(launched.verified)
-        rows, firsts, counts = new.rows, new.firsts, new.counts
-        unknown = np.full(len(rows), -1) if before is None else before.sources(rows)
-        drafts, lengths = table.num_drafts[rows], table.length[rows]
-        place = np.arange(max(int(counts.max()), int(drafts.max())))
-        columns = np.minimum(lengths[:, None] + place, table.ids.shape[1] - 1)
-        guesses = table.ids[rows[:, None], columns]
-        guesses[place >= drafts[:, None]] = -1
-        some = np.flatnonzero(unknown >= 0)
-        last = np.stack([some, drafts[some] - 1, unknown[some]])
-        places = firsts[:, None] + np.minimum(place, counts[:, None] - 1)
-        numbers = drafts, lengths - 1, table.most[rows] - lengths, table.num_pages[rows]
-        self._guesses, self._places, self._excess, self._stops = (
-            to_device(x, device)
-            for x in (guesses, places, place >= counts[:, None], table.stops[rows])
-        )
-        packed = to_device(np.stack(numbers).astype(np.int32), device)
-        self._drafts, self._starts, self._remaining, self._pages = packed.unbind()
-        self._last = to_device(last, device) if len(some) else None
-
-    def run(
-        self, kernels: Kernels, page_size: int, tokens: Tensor, before: Tensor | None
-    ) -> Tensor:
-        """Decisions [5, S] int32 on the sampled ``tokens``; before: those of the pass before. A
-        sequence is verified up to its first row without a token; where that is its first row, its
-        decision means nothing."""
-        targets = tokens[self._places].masked_fill_(self._excess, -1)
-        good = (targets >= 0).long().cumprod(1).sum(1).clamp_(min=1).int()
-        if self._last is not None:
-            assert before is not None
-            sequence, place, source = self._last
-            self._guesses[sequence, place] = before[source]
-        held = (self._drafts, self._starts, self._remaining, self._stops, self._pages)
-        found = kernels.accept_truncate(self._guesses, targets, good, *held, page_size)
-        return torch.stack(found)
 
 
 @dataclass(eq=False)
@@ -266,11 +210,9 @@ class Launcher:
         launched.packed = runner.memory.pack(launched.work_pass, fresh, wanted, newest)
         if self.thinker is not None:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
-        if len(launched.verified):
-            launched.comparison = Comparison(table, launched, before, runner.device)
 
     def run(self, launched: InFlightPass) -> Sampling:
-        """The forward, what is sampled from its logits, and decisions on drafts."""
+        """The forward, and what is sampled from its logits."""
         if launched.error is not None:
             raise launched.error
         runner, sampler, hooks = self.runner, self.sampler, None
@@ -285,9 +227,6 @@ class Launcher:
             logits = logits[first:]
         sampling = sampler.sample(logits, launched.samples)
         sampling.prompt_logprobs = prompt_logprobs
-        if (comparison := launched.comparison) is not None:
-            kernels, tokens = sampler.kernels, sampling.tokens
-            sampling.decisions = comparison.run(kernels, runner.page_size, tokens, newest)
         return sampling
 
     def _samples(self, launched: InFlightPass) -> SampleBatch:
