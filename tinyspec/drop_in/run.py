@@ -25,7 +25,7 @@ from tinyspec.drop_in.prepare import is_per_request
 from tinyspec.drop_in.prompts import Streamers
 from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.launcher import special_row
+from tinyspec.engine.in_flight import special_row
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.processors import BatchWide

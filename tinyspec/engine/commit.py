@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.engine.launcher import InFlightPass, NewTokens
+from tinyspec.engine.in_flight import InFlightPass, NewTokens
 from tinyspec.engine.stop_strings import first_stop, reach
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes

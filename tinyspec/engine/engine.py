@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
-from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
 from tinyspec.engine.lock import OneProcess, locked
 from tinyspec.engine.request_tracker import ASKED, RequestTracker
 from tinyspec.engine.results import EventStream, output_of, scores_of
-from tinyspec.engine.trace import PASSES_KEPT, Trace
+from tinyspec.engine.trace import Trace
 from tinyspec.errors import refuse, unsupported
 from tinyspec.interrupts import between_steps, flush
 from tinyspec.kernels import backend
@@ -32,20 +30,16 @@ from tinyspec.outputs import RequestOutput
 from tinyspec.runner.kv_cache import most_pages
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
-from tinyspec.runner.sampler import Sampler
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
-from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
-# Records of passes that are kept without a trace.
-RECORDS_KEPT = 1000
 
 
 class Engine(OneProcess):
@@ -106,17 +100,11 @@ class Engine(OneProcess):
         buckets = Buckets.of(config, self.model.device.type)
         self.pool = PagePool(num_pages, config.page_size)
         self.admission = admission = Admission(config, self.pool)
-        scheduler = Scheduler(config, admission, buckets)
         self.runner = runner = ModelRunner(self.served, self.pool, kernels, buckets, config)
         check_parity(self.served, runner)
-        committer = Committer(admission, self.tokenizer, runner, self._thinker)
-        kept = PASSES_KEPT if config.trace is True else int(config.trace)
-        trace = Trace(kept, self.tokenizer) if kept else None
-        records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
-        extra = self._served_blocks(self.served)
-        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
-        self.core = EngineCore(*parts, bool(config.overlap), trace, self._thinker)
-        self.contract = Contract(runner, extra, self._renew)
+        parts = (admission, runner, drafter, self.tokenizer, self._thinker)
+        self.core = EngineCore(config, *parts)
+        self.contract = Contract(runner, self._served_blocks(self.served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)

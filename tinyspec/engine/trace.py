@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinyspec.engine.launcher import InFlightPass
+from tinyspec.engine.in_flight import InFlightPass
 from tinyspec.outputs import CompletionStats
 from tinyspec.runner.sampler import Sampled
 from tinyspec.scheduler.passes import KINDS, PassRecord

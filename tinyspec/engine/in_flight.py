@@ -1,33 +1,23 @@
-"""Hands passes to the device: packed rows, and what is sampled from them.
-
-Waits for nothing. The newest tokens of a pass whose results are not in are taken where they lie.
-"""
+"""A pass under way: what it is on the device, and whose tokens it gives. Knows no user."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from tinyspec.runner.batch import PackedPass
-from tinyspec.runner.device_queue import Pending, to_device
-from tinyspec.runner.model_runner import ModelRunner
+from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.processors import SpecialRow
-from tinyspec.runner.sampler import SampleBatch, Sampled, Sampler, Sampling
-from tinyspec.sampling_params import SamplingParams
+from tinyspec.runner.sampler import SampleBatch, Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows, spread
+from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, ahead_of_results
 from tinyspec.thinking.taps import ThinkingRows
-from tinyspec.thinking.thinker import Thinker
-
-# Where tokens come from outside logits are what is wanted.
-SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps_logits=True)
 
 
 @dataclass
@@ -161,98 +151,6 @@ def _unscored(work_pass: Pass) -> list[tuple[int, int, int]]:
         positions = range(int(works.starts[n]), min(int(works.ends[n]), len(prompt) - 1))
         found += [(n, p, prompt[p + 1]) for p in positions if known[p + 1] is None]
     return found
-
-
-@dataclass(eq=False)
-class Launcher:
-    """Packs a pass with all that follows from it on the device, and hands it over."""
-
-    admission: Admission
-    runner: ModelRunner
-    sampler: Sampler
-    thinker: Thinker | None = None
-
-    def launch(self, launched: InFlightPass) -> InFlightPass:
-        """Start what ``pack`` has drawn up."""
-        launched.pending = Pending(partial(self.run, launched))
-        return launched
-
-    def pack(self, work_pass: Pass, before: InFlightPass | None = None) -> InFlightPass:
-        """A pass with all that it is on the device: what runs there reads nothing that may change
-        meanwhile, and raises what went wrong here as well.
-
-        before: a pass whose results are not in, as if it were committed (``committed_ahead``).
-        """
-        launched = InFlightPass.of(work_pass, self.admission)
-        try:
-            self._draw_up(launched, before)
-        except Exception as error:
-            launched.error = error
-        return launched
-
-    def _draw_up(self, launched: InFlightPass, before: InFlightPass | None) -> None:
-        runner, works, table = self.runner, launched.works, self.admission.table
-        launched.before, launched.samples = before, self._samples(launched)
-        fresh, unscored = self.admission.pool.take_fresh(), launched.unscored
-        ends, yields = works.cu_rows, works.yields
-        wanted = np.arange(len(works)) if works.single else spread(ends - yields, yields)
-        newest = None
-        if unscored:  # these rows come first
-            more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p, _ in unscored]
-            wanted = np.concatenate([more, wanted])
-            tokens = np.array([token for *_, token in unscored])
-            launched.targets = to_device(tokens, runner.device)
-        if before is not None:
-            sources = before.sources(works.rows)
-            drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]
-            some = np.flatnonzero((sources >= 0) & drawn)
-            newest = np.stack([ends[some] - 1, sources[some]])
-        launched.packed = runner.memory.pack(launched.work_pass, fresh, wanted, newest)
-        if self.thinker is not None:
-            launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
-
-    def run(self, launched: InFlightPass) -> Sampling:
-        """The forward, and what is sampled from its logits."""
-        if launched.error is not None:
-            raise launched.error
-        runner, sampler, hooks = self.runner, self.sampler, None
-        if self.thinker is not None and launched.thinking is not None:
-            hooks = launched.thinking.hooks(*self.thinker.model.layers)
-        before, launched.before = launched.before, None
-        newest = None if before is None else before.tokens
-        logits, prompt_logprobs = runner.run(launched.packed, newest, hooks), None
-        if (targets := launched.targets) is not None:
-            first = len(targets)
-            prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], targets)
-            logits = logits[first:]
-        sampling = sampler.sample(logits, launched.samples)
-        sampling.prompt_logprobs = prompt_logprobs
-        return sampling
-
-    def _samples(self, launched: InFlightPass) -> SampleBatch:
-        """What the sampler needs to know of every token."""
-        table, works, counts = self.admission.table, launched.works, launched.new.counts
-        row, position = launched.new.rows, works.ends[launched.work]
-        logits_row = (works.cu_tokens - works.yields)[launched.work]
-        if not works.single:
-            row, logits_row = row.repeat(counts), spread(logits_row, counts)
-            position = spread(position - counts + 1, counts)
-        names = ("key", "temperature", "top_k", "top_p", "min_p")
-        key, temperature, top_k, top_p, min_p = (getattr(table, name)[row] for name in names)
-        wanted = bool(table.places("logprobs_wanted", row))
-        owners = {n: table.sequences[row[n]] for n in table.places("special_sampling", row)}
-        for n, sibling in launched.siblings:
-            place = int(launched.new.firsts[n])
-            key[place] = sibling.key
-            if place in owners:
-                owners[place] = sibling
-        special = {
-            n: SUPPLIED if one.request.supplied else special_row(one, int(position[n]))
-            for n, one in owners.items()
-        }
-        return SampleBatch(
-            logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
-        )
 
 
 def special_row(sequence: Sequence, position: int, forced: int = -1) -> SpecialRow:
