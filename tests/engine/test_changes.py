@@ -134,10 +134,7 @@ def between_steps(model, change):
 RUNNING = (in_processor, in_criterion, in_generate, in_drafter, between_steps)
 
 
-USUAL = (
-    *(changes.data_replaced, changes.number, changes.adapter, changes.hook, changes.threads),
-    *(changes.softcap, changes.frequencies),
-)
+USUAL = (changes.data_replaced, changes.number, changes.adapter, changes.hook, changes.threads)
 
 
 @pytest.mark.crossed(1)
@@ -156,7 +153,7 @@ def test_a_change_under_a_running_request(place, change):
     assert (bits(second), second.fingerprint) == (after, new)
 
 
-@pytest.mark.parametrize("place", each(RUNNING, in_generate, in_drafter), **NAME)
+@pytest.mark.parametrize("place", each(RUNNING, in_drafter), **NAME)
 def test_control_without_a_change(place):
     """Callbacks, drafts and modules that count have no effect."""
     (before, other), fingerprint = fresh(changes.number, False)
@@ -165,10 +162,7 @@ def test_control_without_a_change(place):
     assert {output.fingerprint for output in outputs} == {fingerprint}
 
 
-SOME = (changes.enclosed_number, changes.data_seen_otherwise, changes.buffer_replaced)
-
-
-@pytest.mark.parametrize("change", each(FOLLOWED, *SOME), **NAME)
+@pytest.mark.parametrize("change", each(FOLLOWED, changes.buffer_replaced), **NAME)
 def test_a_change_between_calls(change):
     """And, with a request that was added before it, between that and the first step."""
     (before, _), old = fresh(change, False)

@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tinyspec
-from tests.support import changes
 from tests.support.budget import first
 from tests.support.cases import drain, engine_of, greedy, model_of, text
 from tests.support.drop_in import SMALL, portrait
@@ -53,7 +52,7 @@ def state(model):
     return held, tables, vars(model.config).copy(), [p._version for p in model.parameters()]
 
 
-@pytest.mark.parametrize("family", first(2, MODELS, 0.6))
+@pytest.mark.parametrize("family", first(1, MODELS, 0.6))
 def test_nothing_of_the_model_is_touched(family, no_results_on_disk):
     model = MODELS[family](family).train()
     before, own = state(model), portrait(model)
@@ -121,11 +120,7 @@ def resize(model):
     model.resize_token_embeddings(140)
 
 
-CHANGES = (halve, assign, resize, changes.module, changes.hook, changes.number)
-CHANGES += (changes.own_forward, changes.frequencies)
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [halve, assign, resize])
 def test_requests_that_run_when_it_changes(change):
     """Plain ones start again; deterministic ones that have tokens are aborted, by name; who comes
     later has the bits and the fingerprint of an engine that is made then."""
@@ -195,7 +190,7 @@ def by_torch(model):
 
 
 @pytest.mark.parametrize("family", first(1, MODELS, 0.5))
-@pytest.mark.parametrize("make", first(2, (copy.deepcopy, by_pickle, by_torch), 0.5))
+@pytest.mark.parametrize("make", first(1, (copy.deepcopy, by_pickle, by_torch), 0.5))
 def test_a_copy_is_a_plain_model(family, make, tmp_path):
     """Also of a model whose ``generate`` is patched; saved it is what it was."""
     model, other = MODELS[family](family), MODELS[family](family)
@@ -287,7 +282,7 @@ def test_a_pool_that_grows():
 
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", ["as is", "shape-sensitive"])
-@pytest.mark.parametrize("chunk", [16, 24, 512])
+@pytest.mark.parametrize("chunk", [24, 512])
 def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):
     """Alone, in a crowd, in any chunks; nothing of it is cached for, or taken from, others."""
     model = model_of(kind)
