@@ -16,7 +16,6 @@ from tests.support.changes import FOLLOWED, model_for
 from tests.support.mixes import bits
 from tests.support.tiny import prompts
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.engine import request_tracker
 
 CONFIG = {"reference_rows": 8, "max_rows": 16, "page_size": 16, "max_sequences": 1}
 TOKENS, AT = 10, 4  # the change comes behind so many tokens
@@ -212,32 +211,6 @@ def test_weights_made_in_inference_mode(caplog, called):
     else:
         assert "the weights changed" in outputs[0].completions[0].error
     assert caplog.text.count("torch.inference_mode") == 2, "once for each engine"
-
-
-def test_what_is_looked_at(monkeypatch):
-    """Without code of the user's the number of threads alone, otherwise everything."""
-    model = changes.tiny()
-    with engine_of(model) as engine:
-        engine.generate([PROMPT], asking())
-        contract, looks = engine.contract, []
-        whole = contract.changed
-        monkeypatch.setattr(contract, "changed", lambda: (looks.append(1), whole())[1])
-        monkeypatch.setattr(request_tracker, "other_threads", lambda: False)
-        passes = engine.stats().passes.copy()
-        engine.generate([PROMPT], asking())
-        assert len(looks) == 1, "before the first pass"
-        assert sum(engine.stats().passes.values()) > sum(passes.values()) + 3
-        looks.clear()
-        engine.add_request(PROMPT, asking())
-        steps = 0
-        while engine.has_unfinished():
-            engine.step()
-            steps += 1
-        assert len(looks) == steps > 5
-        looks.clear()
-        monkeypatch.setattr(request_tracker, "other_threads", lambda: True)
-        engine.generate([PROMPT], asking())
-        assert len(looks) > 5
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_the_changed_model():

@@ -15,7 +15,7 @@ from transformers.generation import (
 )
 
 from tests.support.cases import KINDS, engine_of, greedy, model_of, one_by_one, run, steady, text
-from tests.support.mixes import Liar, bits, crowd, plain
+from tests.support.mixes import Liar, bits, crowd
 from tests.support.tiny import tiny
 from tinyspec import RequestOutput, SamplingParams, audit
 
@@ -112,18 +112,6 @@ def test_drafts_are_made_with_them():
         outputs = run(engine, styled(40))
     stats = [c.stats for output in outputs for c in output.completions]
     assert all(s.drafted == s.accepted >= 5 for s in stats)
-
-
-def test_plain_requests():
-    """The same tokens, with and without drafts of a drafter."""
-    asked = [(prompt, plain(params)) for prompt, params in styled()]
-    with steady(tiny(), prefix_cache=False) as engine:
-        alone = [engine.generate([p], s)[0].completions[0].token_ids for p, s in asked]
-        together = [o.completions[0].token_ids for o in run(engine, asked)]
-    with steady(tiny(), drafter=Liar(3)) as engine:
-        drafted = [o.completions[0].token_ids for o in run(engine, asked)]
-    assert alone == together == drafted
-    assert len(set(map(tuple, alone))) == len(STYLES)
 
 
 def test_plain_data_and_back():
