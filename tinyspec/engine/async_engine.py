@@ -195,7 +195,7 @@ class AsyncEngine(OneProcess):
         return call
 
     def _expire(self, call: Call, error: TimeoutError) -> None:
-        if call.begun and not call.unfinished:
+        if call.requests is not None and not call.unfinished:
             return  # there is still something to read
         call.error, future = error, call.future
         self._worker.end(call)
