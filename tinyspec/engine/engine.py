@@ -32,7 +32,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.buckets import Buckets, ladder
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
@@ -96,8 +96,9 @@ class Engine(OneProcess):
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
-        assert config.page_size
-        buckets = Buckets.of(config, self.model.device.type)
+        assert config.page_size and config.max_rows and config.reference_rows
+        sizes = ladder(config, self.model.device.type)
+        buckets = Buckets(config.max_rows, config.reference_rows, sizes)
         self.pool = PagePool(num_pages, config.page_size)
         self.admission = admission = Admission(config, self.pool)
         self.runner = runner = ModelRunner(self.served, self.pool, kernels, buckets, config)

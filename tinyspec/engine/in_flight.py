@@ -16,7 +16,7 @@ from tinyspec.runner.sampler import SampleBatch, Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array, ahead_of_results
+from tinyspec.scheduler.sequence_table import Array
 from tinyspec.thinking.taps import ThinkingRows
 
 
@@ -119,8 +119,11 @@ class InFlightPass:
         drafting = works.kinds == DRAFT
         final = ~drafting
         grown = self.new.rows[final[self.work]]
-        rows, ends, drafted = works.rows[final], works.ends[final], works.rows[drafting]
-        with ahead_of_results(table, rows, ends, self.work_pass.canonical, grown, drafted):
+        with table.ahead():
+            table.advance(works.rows[final], works.ends[final], self.work_pass.canonical)
+            table.length[grown] += 1
+            table.mark_final(grown)
+            table.num_drafts[works.rows[drafting]] += 1
             yield
 
     def sources(self, rows: Array) -> Array:
