@@ -2,16 +2,13 @@
 
 import asyncio
 import gc
-import os
 import sys
 import threading
 import weakref
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.budget import first
 from tests.support.cases import (
@@ -30,7 +27,6 @@ from tests.support.signals import told_in_a_fork
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, QueueFull, SamplingParams
 from tinyspec.engine.async_worker import Call
-from tinyspec.model import openmp
 
 SETTINGS = {"page_size": 8, "num_pages": 120}
 REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
@@ -282,26 +278,6 @@ def test_a_forked_process_is_told(served):
     run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
     calls = (lambda: one(served, [1, 2], None), lambda: served.abort("request-0"))
     assert told_in_a_fork(*(lambda call=call: asyncio.run(call()) for call in calls)) == 2
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed")
-def test_who_awaits_has_no_workers_of_openmp(served, two_threads):
-    """GNU's go to sleep after every loop while there are more of them than processors."""
-
-    def threads():
-        return set(os.listdir("/proc/self/task"))
-
-    async def main():
-        before = threads()
-        torch.ones(10**6).add(1)  # control: the loop's own thread has begun them
-        begun = threads() - before
-        assert len(begun) == 1
-        await one(served, *REQUESTS[0])
-        while threads() & begun:
-            await asyncio.sleep(0.01)
-
-    openmp.release()
-    run(main())
 
 
 def test_scores_fingerprint_and_stats(served, expected):

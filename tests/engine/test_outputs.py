@@ -512,27 +512,3 @@ def test_special_tokens_in_stop_strings(engine, tokenizer):
         texts[places[event.request_id]] += event.text
     assert list(texts.values()) == [output.completions[0].text for output in outputs]
     assert list(texts.values())[:-1] == list(stops.values())[:-1]
-
-
-def test_text_and_chat_prompts(engine, tokenizer):
-    params = SamplingParams(max_new_tokens=2)
-    texts = ["The quick", "🦊"]
-    outputs = engine.generate(texts, params)
-    assert [o.prompt_token_ids for o in outputs] == [tokenizer(t)["input_ids"] for t in texts]
-    assert engine.generate("🦊", params)[0].prompt_token_ids == outputs[1].prompt_token_ids
-    messages = [{"role": "user", "content": "What is 2 + 3?"}]
-    if tokenizer.chat_template is None:
-        with pytest.raises(ValueError, match="chat template"):
-            engine.generate([messages], params)
-    else:
-        whole = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-        for given in (messages, [messages]):
-            assert engine.generate(given, params)[0].prompt_token_ids == whole
-        parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]
-        in_parts = [{"role": "user", "content": parts}]
-        assert engine.generate(in_parts, params)[0].prompt_token_ids == whole
-        for part in ({"type": "image_url", "image_url": {"url": "x"}}, "What", {"type": "text"}):
-            with pytest.raises(ValueError, match=r"content=.* is not allowed: .*text"):
-                engine.generate([{"role": "user", "content": [*parts, part]}], params)

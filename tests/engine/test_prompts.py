@@ -160,11 +160,13 @@ def test_chats(chats, more, text):
     assert chats.score([chat], ["x"]) == chats.score([text], ["x"])
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 NO_CHATS = {
     "raise_exception": ({"messages": [{"role": "robot"}]}, r"messages=.*robot.*no robots"),
     "template error": ({"messages": [5]}, "messages=.*UndefinedError|messages=.* takes"),
     "a list alone": ([{"role": "robot", "content": ""}], "messages=.*no robots"),
     "no messages": ({"messages": []}, r"messages=\[\] .*at least one"),
+    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content=.* is not allowed"),
     "text": ({"messages": "hello"}, "messages='hello'"),
     "another name": ({"messages": USER, "tool_choice": "auto"}, "tool_choice='auto'"),
     "tools": ({"messages": USER, "tools": {"name": "flip"}}, "tools="),
