@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _HOW = "with processors or criteria for all rows, which may also be a list for each prompt"
 
 
-def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
+def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
     """The sequences of ``call``, run to their end; none where it has become unserved. Raises what a
     processor or a criterion raised."""
     wide = wide_rows(call)
@@ -66,7 +66,7 @@ def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
 
 
 def new_requests(
-    engine: Engine, call: Call, drafter: Drafter, wide: WideRows | None = None
+    engine: Engine, call: Call, drafter: Drafter | None, wide: WideRows | None = None
 ) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once; none where ``wide``
     rows do not all fit. drafter: the engine's from now on."""
@@ -282,7 +282,7 @@ def batch_arguments(
 
 
 def run_batch(
-    engine: Engine, call: Call, drafter: Drafter, record_timestamps: bool, progress_bar: bool
+    engine: Engine, call: Call, drafter: Drafter | None, record_timestamps: bool, progress_bar: bool
 ) -> dict[str, GenerationOutput]:
     """Outputs by id. Of each prompt the first completions are children of the last, which has its
     id, as transformers orders them. Raises what a processor or a criterion raised."""

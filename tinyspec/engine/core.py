@@ -15,7 +15,7 @@ import numpy as np
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.commit import Committer
-from tinyspec.engine.drafter import OWN, Drafter, FastPath, NgramDrafter, proposals
+from tinyspec.engine.drafter import Drafter, NgramDrafter, proposals
 from tinyspec.engine.in_flight import InFlightPass, special_row
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
@@ -49,7 +49,7 @@ class EngineCore:
         config: EngineConfig,
         admission: Admission,
         runner: ModelRunner,
-        drafter: Drafter,
+        drafter: Drafter | None,
         tokenizer: Any,
         thinker: Thinker | None,
     ):
@@ -68,7 +68,7 @@ class EngineCore:
     @property
     def drafts_by_user(self) -> bool:
         """Whether drafts come from the user's drafter or model."""
-        return not isinstance(self.drafter, OWN)
+        return not isinstance(self.drafter, NgramDrafter | None)
 
     def propose(self) -> None:
         """Before a step: draft for sequences without drafts, their given tokens or what the drafter
@@ -77,7 +77,8 @@ class EngineCore:
         table, rows = self.table, self.table.rows
         if self._is_under_way:
             return
-        if isinstance(self.drafter, OWN) and self.drafter.pauses:
+        drafter = self.drafter
+        if drafter is None or (isinstance(drafter, NgramDrafter) and drafter.pauses):
             if not table.any("given"):
                 return
             rows = rows[table.given[rows]]
@@ -94,10 +95,10 @@ class EngineCore:
                 self._draft(sequence, given[place : place + limit])
             elif sequence.pending == 1:
                 asked.append((sequence, limit))
-        if not asked:
+        if not asked or drafter is None:
             return
         histories, most = [one.history for one, _ in asked], max(limit for _, limit in asked)
-        found = proposals(self.drafter, histories, most)
+        found = proposals(drafter, histories, most)
         for (sequence, limit), drafts in zip(asked, found, strict=True):
             if isinstance(drafts, Exception):
                 self.committer.fail(sequence, f"the drafter raised {named(drafts)}", drafts)
@@ -161,7 +162,7 @@ class EngineCore:
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
         without them: what they would change is left out when they are committed."""
-        ahead = isinstance(self.drafter, FastPath) and launched.predictable
+        ahead = self.drafter is None and launched.predictable
         # A plan that is not launched would leave its mark on the next one: nothing that may not
         # be in the pass is planned.
         if not ahead or any(map(self.table.any, SPECIAL)) or not launched.alive.all():

@@ -94,7 +94,7 @@ class Engine(OneProcess):
         self._build(drafter, kernels, most)
         flush()
 
-    def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
+    def _build(self, drafter: Drafter | None, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
         assert config.page_size and config.max_rows and config.reference_rows
         sizes = ladder(config, self.model.device.type)

@@ -20,7 +20,7 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import Pass, spread
-from tinyspec.scheduler.sequence_table import Array, highest
+from tinyspec.scheduler.sequence_table import Array
 
 # Of all rows that may give logits: passes with fewer than a part of them compute that part.
 LOGIT_ROWS_PART = 8
@@ -153,7 +153,7 @@ class PassMemory:
         keep[: len(wanted)] = wanted
         lengths[:count] = works.ends
         first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
-        width = highest(table.num_pages[works.rows])
+        width = table.num_pages[works.rows].max()
         page_table = np.ascontiguousarray(table.pages[works.rows, :width])
         follows, embeds = newest is not None, _embeddings(work_pass)
         in_order = works.single and shape.logit_rows == bucket and not shape.canonical
