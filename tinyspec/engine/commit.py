@@ -140,8 +140,8 @@ class Committer:
         self.record.drafted += int(drafting.sum())
 
     def _commit_verified(self, new: NewTokens, found: Sampled) -> None:
-        """Of each, all of which verify drafts, what ``_decide`` says; those whose logits are not
-        finite somewhere are verified up to there, and run again without drafts."""
+        """Of each, all of which verify drafts, what ``SequenceTable.accept`` says; those whose
+        logits are not finite somewhere are verified up to there, and run again without drafts."""
         table, record = self.table, self.record
         given, place = new.counts[:, None], np.arange(new.counts.max())
         places = new.firsts[:, None] + np.minimum(place, given - 1)
@@ -149,7 +149,7 @@ class Committer:
         broken = [table.sequences[row] for row in new.rows[good < new.counts].tolist()]
         rows, places, good = new.rows[good > 0], places[good > 0], good[good > 0]
         drafts, length = table.num_drafts[rows], table.length[rows]
-        committed, agreed, left, stopped = self._decide(rows, found.tokens[places], good)
+        committed, agreed, left, stopped = table.accept(rows, found.tokens[places], good)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         pages = -(-(length - 1 + committed + left) // self.admission.pool.page_size)
         counts, ended = self._append(rows, committed, places, stopped, found)
@@ -173,29 +173,6 @@ class Committer:
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
-
-    def _decide(
-        self, rows: Array, targets: Array, good: Array
-    ) -> tuple[Array, Array, Array, Array]:
-        """What a verify commits of each of ``rows`` [n], whose drafts guessed ``targets`` [n, W],
-        of which the first ``good`` [n] count: how many tokens, how many of these are its drafts,
-        how many drafts behind them are still to be verified, and whether a stop token or its length
-        ends it. Method: LLM-42, arXiv 2601.17768."""
-        table, width = self.table, targets.shape[1]
-        place, drafts, length = np.arange(width), table.num_drafts[rows], table.length[rows]
-        columns = np.minimum(length[:, None] + place, table.ids.shape[1] - 1)
-        right = table.ids[rows[:, None], columns] == targets
-        right &= place < np.minimum(drafts, good)[:, None]
-        agreed, remaining = right.cumprod(1).sum(1), table.most[rows] - length
-        # A token is committed when every one before it agreed with its draft.
-        committed = np.minimum(np.minimum(agreed + 1, good), remaining)
-        stops = (table.stops[rows][:, None] == targets[:, :, None]).any(2)
-        at_stop = np.where(stops & (place < committed[:, None]), place, width).min(1)
-        committed = np.minimum(committed, at_stop + 1)
-        agreed, stopped = np.minimum(agreed, committed), at_stop < width
-        stopped |= committed == remaining
-        left = np.where((agreed == committed) & ~stopped, drafts - committed, 0)
-        return committed, agreed, left, stopped
 
     def _commit_newest(self, new: NewTokens, found: Sampled) -> None:
         """One token for each, none of which has drafts."""
