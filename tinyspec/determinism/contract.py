@@ -25,7 +25,6 @@ from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe
 from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
-    Prober,
     check_pass,
     prove_buckets,
     prove_reference,
@@ -277,7 +276,7 @@ class Contract:
         found = None if fresh else disk.load(self._key)
         if found is None:
             logger.info("proving that deterministic=True is kept, once for this model and machine")
-            return self._proven(lambda: prove_reference(Prober(self._runner, self.modes)))
+            return self._proven(lambda: prove_reference(self._runner, self.modes))
         return self._proven(lambda: self._seen_to_hold(found))
 
     def _seen_to_hold(self, found: ProbeResults) -> ProbeResults:
@@ -315,8 +314,8 @@ class Contract:
         new = [rows for rows in sizes if rows not in results.sizes]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
-        given = results, new, attention_rows
-        found = self._proven(lambda: prove_buckets(Prober(self._runner, self.modes), *given))
+        given = self._runner, self.modes, results, new, attention_rows
+        found = self._proven(lambda: prove_buckets(*given))
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return found
 
