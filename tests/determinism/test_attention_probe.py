@@ -1,6 +1,7 @@
 """Attention of a row alone and in its prompt: head sizes, softcaps, and a probe that tells."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,9 @@ from tinyspec.determinism.attention_probe import (
     LENGTH,
     MANY_ROWS,
     AttentionKind,
-    AttentionProbe,
     attention_kinds,
     compare_attention,
 )
-from tinyspec.determinism.results import ComparedRows
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention as twin
@@ -45,8 +44,10 @@ EVEN_GROUPS = ((8, 2, 128), (4, 4, 64), (8, 1, 256), (16, 1, 80))
 def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, sinks=False, **more):
     """One kind of calls, by one round or more."""
     kind = AttentionKind(LayerShape(*heads, dim, softcap, sinks=sinks), reach or Reach())
-    like, known = torch.empty(0, dtype=dtype), ComparedRows(kind.name)
-    return AttentionProbe(kernels, like, more.pop("kv_dtype", dtype)).compare(kind, known, **more)
+    runner = {"kernels": kernels, "dtype": dtype, "kv_dtype": more.pop("kv_dtype", dtype)}
+    runner = SimpleNamespace(**runner, device=torch.device("cpu"))
+    (found,) = compare_attention(runner, [kind], **more)
+    return found
 
 
 def of_engine(engine):

@@ -197,13 +197,15 @@ def product():
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def test_control_canaries_see_what_is_not_pinned(two_threads):
+def test_control_canaries_see_what_is_not_pinned(monkeypatch, two_threads):
     """Each of these changes bits of linears, sums or element-wise functions."""
+    bits, given = environment._canary_bits.__wrapped__, []
+    monkeypatch.setattr(environment, "_canary_bits", lambda *of: given.extend(of) or "f" * 16)
     with Engine(tiny(), config=CONFIG) as engine:
-        used, device = environment.Used.of(engine.runner.model), engine.runner.device
+        environment.canary(engine.runner.model, 8)
 
         def digest() -> str:
-            return environment._canary_bits.__wrapped__(used, 8, device, "torch", ())
+            return bits(*given)
 
         whole = digest()
         assert digest() == whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
@@ -58,11 +59,9 @@ class Ladder:
 
     def __init__(self, buckets: Buckets, config: EngineConfig):
         self._buckets, self._most = buckets, config.draft_window or MOST_DRAFTS
-        self.saved: dict[int, float] = {}
+        self.saved: dict[int, float] = defaultdict(float)
         self.failed: set[int] = set()
-        self._served = 0.0
-        self._passes = 0
-        self._told = False
+        self._served, self._passes, self._told = 0.0, 0, False
 
     def next(self, results: ProbeResults, seconds: float, accepted: float) -> int | None:
         """After a pass of so many seconds: the bucket to prove now, if there is one."""
@@ -73,24 +72,17 @@ class Ladder:
         if not open_sizes or self._passes % EVERY:
             return None
         gains = self._buckets.gains(open_sizes, self._most, accepted)
-        for rows, gain in gains.items():
-            self.saved[rows] = self.saved.get(rows, 0.0) + EVERY * gain
         for rows in sorted(gains, key=gains.__getitem__, reverse=True):
-            proof = proof_seconds(results, rows)
-            if self.saved[rows] < proof:
+            self.saved[rows] += EVERY * gains[rows]
+            saved, proof = self.saved[rows], proof_seconds(results, rows)
+            if saved < proof:
                 continue
             if proof < SHORT or self._served > PATIENCE * proof:
                 return rows
             if not self._told:
                 self._told = True
-                logger.info(
-                    "passes of %d rows would have saved %.1f of %.1f s: engine.warm_up() proves "
-                    "them, in about %.0f s",
-                    rows,
-                    self.saved[rows],
-                    self._served,
-                    proof,
-                )
+                gained = f"passes of {rows} rows would have saved {saved:.1f} of {self._served:.1f}"
+                logger.info("%s s: engine.warm_up() proves them, in about %.0f s", gained, proof)
         return None
 
 
@@ -170,14 +162,11 @@ class Contract:
         change = self._served.outline.changed()
         if change is not None:
             self._runner.drop_graphs()
-            if change.structure:
-                self._renew()
-            else:
-                self.weights_changed()
+            (self._renew if change.structure else self.weights_changed)()
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            self._weights_digest = self._digests(self._served.counters())
+            self._weights_digest = self._digests()
             if before not in (None, self._weights_digest):
                 self.known_fingerprint = None
                 return WEIGHTS
@@ -217,18 +206,18 @@ class Contract:
     def current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
-            counters = self._served.counters()
             if self._weights_digest is None:
-                self._weights_digest = self._digests(counters)
-            given = (self._weights_digest, self._config, counters)
+                self._weights_digest = self._digests()
+            given = self._weights_digest, self._config, self._served.counters()
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
-    def _digests(self, counters: set[str]) -> dict[str, str]:
-        """Of weights, by the part of the fingerprint; counters: names of what passes changed."""
+    def _digests(self) -> dict[str, str]:
+        """Of weights, by the part of the fingerprint."""
+        counters = self._served.counters()
         found = {"weights": digest_weights(self._model, counters)}
         if self._extra is not None:
-            found[self._extra.name] = digest_extra(self._extra, counters)
+            found["thinking"] = digest_extra(self._extra, counters)
         return found
 
     def drop_fingerprint(self) -> None:

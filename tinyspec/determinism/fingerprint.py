@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,30 +42,23 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class ExtraModules(NamedTuple):
-    """Modules that run beside the model, with weights of their own. name: of their part of the
-    fingerprint. settings: what else their results depend on."""
+    """Modules that run beside the model, with weights of their own. settings: what else their
+    results depend on."""
 
-    name: str
     modules: nn.Module
     settings: str
 
 
 @cache
-def syntax_digest(root: Path = PACKAGE, places: tuple[str, ...] = WINGS) -> str:
-    """Digest of the syntax trees of ``places``, wings and files in the package at ``root``, by path
-    within it.
+def syntax_digest(root: Path = PACKAGE, wings: tuple[str, ...] = WINGS) -> str:
+    """Digest of the syntax trees of these wings of the package at ``root``, by path within it.
 
     Comments, docstrings, formatting and the place of installation leave it as it is. The trees may
     depend on the version of Python.
     """
-    files = {
-        path.relative_to(root).as_posix(): path
-        for place in places
-        for path in ([root / place] if place.endswith(".py") else (root / place).rglob("*.py"))
-    }
     digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        tree = ast.parse(path.read_bytes())
+    for path in sorted(path for wing in wings for path in (root / wing).rglob("*.py")):
+        tree, name = ast.parse(path.read_bytes()), path.relative_to(root).as_posix()
         for node in ast.walk(tree):
             if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
                 del node.body[0]
@@ -142,16 +136,11 @@ def _libraries(model: nn.Module) -> dict[str, str]:
     """Versions of the libraries whose modules and weights are in the model (peft, torchao)."""
     kinds = {type(module) for module in model.modules()} | {type(p) for p in model.parameters()}
     own = {"tinyspec", "torch", "transformers"}
-    names = {kind.__module__.split(".")[0] for kind in kinds} - own
-    return {name: found for name in names if (found := _version(name)) is not None}
-
-
-@cache
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    found = {}
+    for name in {kind.__module__.split(".")[0] for kind in kinds} - own:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _config(model: PreTrainedModel) -> dict[str, Any]:

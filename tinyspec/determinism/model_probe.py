@@ -178,7 +178,7 @@ class ModelProbe:
         return None
 
     def _differ(self, found: list[Tensor], tables: list[Tensor], rows: Tensor) -> bool:
-        """Whether ``found`` are not these rows of the tables, those that are not ``sound`` aside."""
+        """Whether ``found`` are other than these rows of the tables, where these are sound."""
         for own, table in zip(found, tables, strict=True):
             expected = table[rows]
             if not same_bits(own, expected):

@@ -230,7 +230,7 @@ def prove_reference(runner: ModelRunner, modes: LinearModes) -> ProbeResults:
         recorders.append(record(runner, probe, token_sets(runner.vocab_size, rows)[0]))
         recorders.append(prober.prepare())
         unsound = data_dependent(r.matmuls for r in recorders)
-        unsound += [wrong for r in recorders for wrong in reads_rows(r)][:1]
+        unsound += [read for r in recorders for read in reads_rows(r)][:1]
         if not probe.sound.any():
             unsound.append(Unsound(MODEL, NOT_FINITE))
         moved += prober.moved(prober.ops)
@@ -281,12 +281,8 @@ def prove_buckets(
 
 def unsound_attention(found: Iterable[ComparedRows]) -> list[Unsound]:
     """Kinds whose rows differed by their places."""
-    why = PLACES.format(LENGTH)
-    return [
-        Unsound(f.name, f"{f.name}: {why} ({f.differing} of {f.checked})", REMEDY)
-        for f in found
-        if not f
-    ]
+    why = f"{PLACES.format(LENGTH)} ({{0.differing}} of {{0.checked}})"
+    return [Unsound(f.name, f"{f.name}: {why.format(f)}", REMEDY) for f in found if not f]
 
 
 def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResults:

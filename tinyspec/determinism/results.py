@@ -24,7 +24,6 @@ from huggingface_hub import constants
 
 import tinyspec
 
-FORMAT = 6
 logger = logging.getLogger("tinyspec")
 
 
@@ -154,7 +153,7 @@ def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
 
 def key_of(fingerprint: str, *others: object) -> str:
     """The key of results under ``fingerprint``, ``others`` and the code of this package."""
-    rest = json.dumps([FORMAT, package_digest(), *map(repr, others)])
+    rest = json.dumps([package_digest(), *map(repr, others)])
     return f"{fingerprint}-{hashlib.sha256(rest.encode()).hexdigest()[:16]}"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.fingerprint import ExtraModules, syntax_digest
-from tinyspec.determinism.rows import BatchFunction, mixing, other_than
+from tinyspec.determinism.rows import BatchFunction
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
@@ -43,9 +43,11 @@ class ChunkBatches:
 
     def prove(self) -> None:
         """Find whether what a chunk gives is its own; if not, each runs alone."""
-        if mixed := mixing(self._functions(), self.reference):
-            logger.info("thoughts are made one chunk at a time: %s mixes chunks", mixed)
-            self.reference = 1
+        for function in self._functions():
+            if not function.keeps_places(REFERENCE):
+                logger.info("thoughts are made one chunk at a time: %s mixes chunks", function.name)
+                self.reference = 1
+                break
         self.proven = True
 
     def run(
@@ -75,7 +77,7 @@ class ChunkBatches:
     def _is_same(self, size: int) -> bool:
         """Whether batches of ``size`` give the bits of the reference; looked at once."""
         if size not in self._same:
-            self._same[size] = other_than(self._functions(), self.reference, size) is None
+            self._same[size] = all(f.agrees(size, REFERENCE) for f in self._functions())
         return self._same[size]
 
 
@@ -83,8 +85,6 @@ def _padded(part: Tensor, fill: Any, count: int) -> Tensor:
     return torch.cat([part, part.new_full((count, *part.shape[1:]), fill)])
 
 
-# What decides the bits of the blocks, beside the wings of every pass.
-CODE = ("thinking/backbone.py", "thinking/model.py", "thinking/thinker.py")
 # States that are kept, by their thoughts.
 KEPT_STATES = 256
 # In the place of a token: its logits were not finite.
@@ -115,8 +115,8 @@ class Thinker:
     @property
     def extra_modules(self) -> ExtraModules:
         """The blocks, as they stand in the fingerprint."""
-        settings = f"{self.config} {syntax_digest(places=CODE)}"
-        return ExtraModules("thinking", self.model.blocks, settings)
+        settings = f"{self.config} {syntax_digest(wings=('thinking',))}"
+        return ExtraModules(self.model.blocks, settings)
 
     def forget_states(self) -> None:
         """Make them anew."""
