@@ -9,7 +9,7 @@ import torch
 from tests.support import zoo
 from tests.support.budget import first
 from tests.support.tiny import tiny
-from tinyspec import DeterminismError, Engine, EngineConfig
+from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import attention_probe
 from tinyspec.determinism.attention_probe import (
     LENGTH,
@@ -219,21 +219,3 @@ def test_near_bounds_meet_the_same_boundaries():
         assert seen and seen <= ends(bound, range(bound, bound + 512))
     # As it was, for half of all bounds.
     assert not ends(256 + 4096 % 256, range(LENGTH)) & ends(4096, range(4096, 4608))
-
-
-def test_the_advice_for_attention(no_results_on_disk):
-    """Not other reference_rows, which attention does not know."""
-    whole = kernels.load("torch").paged_attention
-
-    def other(q, *args, **kwargs):
-        return whole(q, *args, **kwargs) * (1 + 2e-7 * (len(q) == 1))
-
-    with Engine(tiny()) as engine:
-        context = engine.served.context
-        context.kernels = replace(context.kernels, paged_attention=other)
-        engine.contract.drop_fingerprint()
-        with pytest.raises(DeterminismError, match="attention") as caught:
-            engine.contract.probe(fresh=True)
-            engine.contract.ensure()
-    message = str(caught.value)
-    assert "dtype" in message and "try other reference_rows" not in message

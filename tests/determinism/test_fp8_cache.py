@@ -79,14 +79,6 @@ def test_what_the_cache_holds(dtype):
     assert first_k and first_v and not next_k and not next_v
 
 
-def test_fingerprints_differ():
-    model, found = tiny(), []
-    for make in (engine_of, coded, coded):
-        with make(model, linear="never") as engine:
-            found.append(engine.fingerprint)
-    assert found[0] != found[1] == found[2]
-
-
 def test_the_probe_reads_codes(monkeypatch):
     """Over codes it compares as many rows, and finds a kernel that depends on the pass there."""
     seen = set()

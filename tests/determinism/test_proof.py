@@ -41,19 +41,16 @@ def proven(model, **config):
 # Facts on disk
 
 
-# Settings, and whether what is known with the defaults holds with them.
-OTHERS = (
-    *(({"linear": "always"}, False), ({"reference_rows": 12}, False), ({"max_rows": 20}, False)),
-    *(({"max_model_len": 100}, False), ({"linear": "never"}, False)),
-    ({"draft_window": 3, "verify": "always", "prefix_cache": False}, True),
-)
+OTHERS = ({"linear": "always"}, {"reference_rows": 12}, {"max_rows": 20}, {"max_model_len": 100})
 
 
-@pytest.mark.parametrize(("other", "shared"), OTHERS, ids=str)
-def test_which_settings_share_facts(probed, other, shared):
+def test_which_settings_share_facts(probed, proven_on_demand):
     proven(tiny())
-    proven(tiny(), **other)
-    assert len(probed) == (1 if shared else 2)
+    for number, other in enumerate(OTHERS, 2):
+        proven(tiny(), **other)
+        assert len(probed) == number, other
+    proven(tiny(), draft_window=3, verify="always", prefix_cache=False)
+    assert len(probed) == 1 + len(OTHERS)
 
 
 def test_fresh_facts_replace_those_on_disk(home, probed):
@@ -229,7 +226,7 @@ def test_whether_weights_ask_for_gradients_is_in_the_fingerprint():
 
 
 @pytest.mark.parametrize("change", first(2, ["threads", "layout", "module", "hook", "frozen"], 1))
-def test_what_loses_the_proof(probed, change, two_threads):
+def test_what_loses_the_proof(probed, change, two_threads, proven_on_demand):
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         engine.contract.ensure()
@@ -288,7 +285,7 @@ def test_adapters_in_use_are_part_of_the_fingerprint(change):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("size", [0, 1, 3, 5, 64, 1001])
+@pytest.mark.parametrize("size", [0, 1, 3, 1001])
 def test_checksum(dtype, size):
     generator = torch.Generator().manual_seed(size)
     x = torch.randint(-100, 100, (size + 1,), generator=generator).to(dtype)
