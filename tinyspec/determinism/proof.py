@@ -76,6 +76,11 @@ SMALL = 2.0**-10
 ROUTERS = "transformers.models."
 
 
+# Whether a function of rows is a module that runs code of the user's, it as a function of [R, N],
+# and pools of rows.
+Function = tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]
+
+
 class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory; all while its ``scratch`` weights are in place.
@@ -95,6 +100,7 @@ class Prober:
         self.probe = ModelProbe(runner, rows)
         self.linears = list(linear_kinds(runner.model))
         self.ops: dict[str, RowOp] = {}
+        self._known: dict[str, Function] = {}
 
     def matmuls(self, tokens: Iterable[Tensor]) -> list[list[Matmul]]:
         """Of passes with each of these tokens, on the weights that are in place."""
@@ -131,20 +137,21 @@ class Prober:
 
     def agrees(self, name: str, rows: int) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
-        users, of_rows, pools = self._function(name)
+        if name not in self._known:  # of another bucket
+            self._known[name] = self._function(name)
+        users, of_rows, pools = self._known[name]
         return users or agree(of_rows, pools, rows, self.reference)
 
-    def _function(self, name: str) -> tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]:
-        """Whether it is a module that runs code of the user's, it as a function of [R, N], and
-        pools of rows to probe it with."""
+    def _function(self, name: str) -> Function:
+        """One of them, and pools of rows to probe it with."""
         op = self.ops[name] if name in self.ops else self._linear(name)
         # Operators were recorded behind autocast.
-        is_module = name not in self.ops or isinstance(op.fn, nn.Module)
+        is_module, fn, shape = name not in self.ops or isinstance(op.fn, nn.Module), op.fn, op.shape
 
         def of_rows(rows: Tensor) -> Tensor:
             flush()
             with self._autocast.on() if is_module else nullcontext():
-                return op.fn(rows.view(1, -1, *op.shape))[0]
+                return fn(rows.view(1, -1, *shape))[0]
 
         pools = [probe_pool(prod(op.shape), op.dtype, self.runner.device, op.weight)]
         if name in self.ops and op.weight is None and not op.users:
