@@ -9,7 +9,7 @@ import torch
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import fingerprint
-from tinyspec.determinism.fingerprint import PACKAGE, syntax_digest
+from tinyspec.determinism.fingerprint import PACKAGE, WINGS, syntax_digest
 from tinyspec.determinism.results import package_digest
 from tinyspec.model.checksum import row_checksums
 
@@ -19,9 +19,11 @@ FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/linears.py", "ru
 
 @pytest.fixture
 def copy(tmp_path):
-    """The package in another place."""
-    ignored = shutil.ignore_patterns("__pycache__", "storyteller")
-    return shutil.copytree(PACKAGE, tmp_path / "elsewhere" / "tinyspec", ignore=ignored)
+    """A package of these files and a few more."""
+    for name in (*FILES, "scheduler/buckets.py", "thinking/taps.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PACKAGE / name, tmp_path / name)
+    return tmp_path
 
 
 def edit(path, change):
@@ -53,10 +55,10 @@ def digests(root):
     return syntax_digest.__wrapped__(root), package_digest.__wrapped__(root)
 
 
-def test_what_the_digests_see(copy):
+def test_what_the_digests_see(copy, tmp_path_factory):
     """The fingerprint's what decides bits, wherever it is installed; the key of results all."""
-    own = digests(PACKAGE)
-    assert digests(copy) == own
+    own = digests(copy)
+    assert digests(shutil.copytree(copy, tmp_path_factory.mktemp("elsewhere") / "p")) == own
     for name in FILES:
         text = (copy / name).read_text()
         for change in (lambda text: text + "\n# a comment\n", other_docstrings):
@@ -97,7 +99,7 @@ def test_row_checksums():
 
 
 def test_code_of_thinking_has_a_digest_of_its_own(copy):
+    own = [syntax_digest.__wrapped__(copy, wings) for wings in (WINGS, ("thinking",))]
     edit(copy / "thinking" / "taps.py", other_constant)
-    assert digests(copy)[0] == digests(PACKAGE)[0]
-    of_thinking = [syntax_digest.__wrapped__(root, ("thinking",)) for root in (copy, PACKAGE)]
-    assert of_thinking[0] != of_thinking[1]
+    found = [syntax_digest.__wrapped__(copy, wings) for wings in (WINGS, ("thinking",))]
+    assert found[0] == own[0] and found[1] != own[1]

@@ -104,7 +104,7 @@ def passes(*dtypes: str, **variables: str) -> dict[str, Any]:
     return json.loads(child(PASSES, *dtypes, **variables).splitlines()[-1])
 
 
-CONFIG = EngineConfig(reference_rows=8)
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
 DTYPES = ("float32", "bfloat16")
 

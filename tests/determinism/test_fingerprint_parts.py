@@ -9,7 +9,7 @@ from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 from tinyspec.determinism.fingerprint_parts import LONGEST, are_parts, differences
 
-CONFIG = EngineConfig(reference_rows=8)
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 MOST = 2048
 
 
