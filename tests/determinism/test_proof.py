@@ -9,7 +9,6 @@ from huggingface_hub import constants
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.changes import Tuner
 from tests.support.mixes import bits
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
@@ -246,42 +245,6 @@ def test_what_loses_the_proof(probed, change, two_threads, proven_on_demand):
         engine.contract.ensure()
         assert len(probed) == 2
         assert not engine.contract.refresh()
-
-
-def switch(tuner):
-    tuner._active = ["fr"]
-
-
-def disable(tuner):
-    tuner._disabled = True
-
-
-def rescale(tuner):
-    tuner.scaling["en"] = 0.5
-
-
-def merge(tuner):
-    tuner.merged_adapters.append("en")
-
-
-@pytest.mark.parametrize("change", first(2, [switch, rescale, disable, merge], 1))
-def test_adapters_in_use_are_part_of_the_fingerprint(change):
-    model = tiny()
-    tuner = model.model.layers[0].mlp.down_proj = Tuner(model.model.layers[0].mlp.down_proj)
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        before = engine.generate(prompts(3), DETERMINISTIC)
-        assert not engine.contract.refresh()
-        change(tuner)
-        assert engine.contract.changed()
-        after = engine.generate(prompts(3), DETERMINISTIC)
-        assert before[0].fingerprint != after[0].fingerprint
-        if change is not merge:
-            assert [bits(o) for o in before] != [bits(o) for o in after]
-        tuner._active, tuner._disabled, tuner.merged_adapters = ["en"], False, []
-        tuner.scaling["en"] = 1.0
-        again = engine.generate(prompts(3), DETERMINISTIC)
-        assert again[0].fingerprint == before[0].fingerprint
-        assert [bits(o) for o in again] == [bits(o) for o in before]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

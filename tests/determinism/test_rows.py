@@ -5,16 +5,12 @@ import torch
 from torch import nn
 
 from tests.support.sensitive import PositionSensitiveLinear, RowByRowLinear, ShapeSensitiveLinear
-from tests.support.walk import CONFIG
-from tests.support.zoo import MODEL_TYPES, tiny
-from tinyspec import Engine
 from tinyspec.determinism.rows import (
     agree,
     cancelling_inputs,
     in_passes,
     keeps_places,
     probe_pool,
-    same_bits,
     sensitive_pool,
     unequal_bits,
 )
@@ -91,22 +87,6 @@ def facts_of(
     pools += sensitive_pool(fn, pools[0]) if search else []
     position = keeps_places(fn, pools, reference)
     return position, [rows for rows in sizes if agree(fn, pools, rows, reference)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_probe_pool_has_needles_among_larger_rows_and_zeros(dtype):
-    linear = make_linear(dtype)
-    pool = probe_pool(192, dtype, "cpu", linear.weight)
-    assert pool.shape == (64, 192) and pool.isfinite().all()
-    sums = (pool.double() @ linear.weight.double().T).abs()
-    sizes = pool.double().abs() @ linear.weight.double().abs().T
-    picks = torch.linspace(0, 95, 24).round().long()
-    needles = (sums / sizes)[:, picks].median(dim=1).values < 1e-4
-    assert needles[::2].all() and needles[1::4].all() and not needles[3::8].any()
-    assert not pool[7::8].any()
-    largest = pool.double().abs().amax(1)
-    assert largest[1::4].min() > (100 if dtype == torch.float16 else 1000)
-    assert largest[::2].max() < 100
 
 
 KINDS = {RowByRowLinear: (True, SIZES), ShapeSensitiveLinear: (True, [16])}
@@ -186,19 +166,3 @@ def test_every_bucket_with_leftovers_is_found(width):
     more |= {"sizes": [56], "search": False}
     if width == 2:
         assert any(facts_of(leaves_some_over(salt), **more)[1] for salt in range(25))
-
-
-@pytest.mark.skipif("kolibri1" not in MODEL_TYPES, reason="this transformers has no kolibri1")
-def test_sigmoid_of_a_router():
-    """kolibri1: [R, 2] sigmoids. Of 56 rows, 8 are left over from vectors of AVX-512."""
-    rows = torch.randn(2000, 2) * 2
-    expected = in_passes(torch.sigmoid, rows, CONFIG.reference_rows)
-    with Engine(tiny("kolibri1"), config=CONFIG) as engine:
-        facts = engine.contract.probe()
-    broken = {fact.rows for fact in facts.buckets if any("sigmoid" in n for n in fact.broken_by)}
-    unlike = {
-        fact.rows
-        for fact in facts.buckets
-        if not same_bits(in_passes(torch.sigmoid, rows, fact.rows), expected)
-    }
-    assert unlike <= broken

@@ -1,4 +1,4 @@
-"""The peers' own scenarios: one prompt many times, shared prefixes, decode against prefill.
+"""The peers' own scenarios: one prompt many times, decode against prefill.
 
 A family compares what a request gives in two situations and yields (where, expected, found). With
 the flag all are equal. Control: without it, on a model whose linears are sensitive to the row
@@ -38,29 +38,6 @@ def one_prompt_many_times(model, deterministic):
         yield f"first of 4 completions, {style}", alone, found[:1]
 
 
-def shared_prefixes(model, deterministic):
-    """Prompts that share 0 to 97 tokens, with the cache off, on and cold, on and warm."""
-    common = text(97, seed=3)
-    requests = [
-        (common[:shared] + text(own, seed=shared + own), asked(8, deterministic))
-        for shared in (0, 7, 16, 33, 96, 97)
-        for own in (1, 9)
-    ]
-    with engine_of(model, prefix_cache=False) as engine:
-        alone = [bits(solo(engine, request)) for request in requests]
-    for cache, again in ((False, 0), (True, 0), (True, 1)):
-        with engine_of(model, page_size=16, prefix_cache=cache) as engine:
-            for _ in range(again):
-                run(engine, requests)
-            warmed = engine.stats().cached_prompt_tokens
-            together = bits_of(run(engine, requests))
-            hits = engine.stats().cached_prompt_tokens - warmed
-        # Cold: what the call's own prompts share. Warm: all full pages of every prompt.
-        assert (hits > 0) == cache and (not again or hits > sum(len(p) for p, _ in requests) / 2)
-        for place, found in enumerate(together):
-            yield f"prompt {place}, cache {cache}, warm {again}", alone[place], found
-
-
 def decode_against_prefill(model, deterministic):
     """What was decoded token by token, scored in one piece and generated on from each place."""
     styles = ({}, SAMPLED, {"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 4})
@@ -91,7 +68,6 @@ FAMILIES = {
     family.__name__: family
     for family in (
         one_prompt_many_times,
-        shared_prefixes,
         decode_against_prefill,
     )
 }

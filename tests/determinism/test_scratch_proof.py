@@ -83,16 +83,6 @@ def replaced(model, name, kind=OtherAtFourRows):
     return model
 
 
-# The same facts
-
-
-@pytest.mark.slow("crosses", 2)
-def test_the_same_facts_for_all_weights(family="llama", dtype=torch.float32):
-    found = [found_of(tiny(family, dtype), fill) for fill in FILLS]
-    assert found[1:] == found[:-1]
-    assert found[0]["unsound"] == ()
-
-
 NAME = "model.layers.1.mlp.down_proj"
 
 

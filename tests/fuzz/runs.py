@@ -23,7 +23,6 @@ from tests.fuzz import ambient
 from tests.fuzz.draws import LENGTH, Asked, Point, RunDraw, drafter_of, rng_of
 from tests.fuzz.influences import Influence, Scene, Undo, begin
 from tests.fuzz.models import fresh
-from tests.fuzz.worker import outputs_of
 from tinyspec import (
     DeterminismError,
     Engine,
@@ -342,12 +341,8 @@ class Run:
         with threads(draw.threads):
             self._attempt(lambda: self._alone(None), disturbed=False)
             if draw.influence is not None:
-                if draw.influence.environment:
-                    self._attempt(self._elsewhere, disturbed=True)
-                else:
-                    self._attempt(lambda: self._alone(draw.influence), disturbed=True)
-            disturbed = draw.influence is not None and not draw.influence.environment
-            self._attempt(self._crowd, disturbed)
+                self._attempt(lambda: self._alone(draw.influence), disturbed=True)
+            self._attempt(self._crowd, disturbed=draw.influence is not None)
         after = ambient.state()
         assert after == before, f"left behind: {after} instead of {before}"
         return self.result
@@ -383,12 +378,6 @@ class Run:
         finally:
             for where, outputs in found:
                 self.judge(outputs, where)
-
-    def _elsewhere(self) -> None:
-        """The same in a process with other variables."""
-        assert self.draw.influence is not None
-        for where, outputs in outputs_of(self.draw):
-            self.judge(outputs, f"{where} with {self.draw.influence.name}")
 
     def judge(self, outputs: Outputs, where: str) -> None:
         """Compare outputs with those known under their fingerprint."""

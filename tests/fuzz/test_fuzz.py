@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz import worker
 from tests.fuzz.draws import draw
 from tests.fuzz.influences import TABLE
 from tests.fuzz.mends import MENDS, SILENT, take_back
@@ -28,7 +27,7 @@ TRIES = 50
 # Mends whose lack shows only on some CPUs: by MKL, AVX-512 in fp16, or operators that other row or
 # thread counts change. What none of these shows on one is skipped there, by name.
 BY_CPU = {
-    *("canary", "facts by layout", "threads between steps", "threads in the fingerprint"),
+    *("facts by layout", "threads between steps", "threads in the fingerprint"),
     *("heights of blocks of query rows", "proof on weights of its own"),
 }
 PAIRS = [(name, one) for name, mend in MENDS.items() for one in mend.classes]
@@ -109,7 +108,6 @@ def test_what_is_a_finding():
 def test_what_is_taken_back_is_found(name, one):
     with pytest.MonkeyPatch.context() as patches:
         take_back(name, patches)
-        patches.setattr(worker, "taken_back", name)
         number = next((n for n in range(TRIES) if run(draw("control", n, [one])).findings), None)
     if number is None and name in BY_CPU:
         pytest.skip(f"this CPU shows nothing of {name} in {TRIES} runs of {one}")
