@@ -3,11 +3,9 @@
 import ctypes
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from tinyspec.determinism import environment
-from tinyspec.kernels import backend
 
 LINE = "7f00-7f01 r-xp 00000000 08:01 42    {}\n"
 
@@ -49,17 +47,10 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_variables(told, monkeypatch):
-    """Sizes of workspaces where torch does not tell them."""
+def test_variables(monkeypatch):
     for name, value in {**VARIABLES, "CUBLASLT_LOG_LEVEL": "5", "CUBLAS_LOGINFO_DBG": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(environment, "_C", SimpleNamespace())
-    if told:
-        environment._C._cuda_getCublasWorkspaceSize = lambda: 1 << 25
-    left_out = backend.WORKSPACES if told else ()
-    expected = {name: value for name, value in VARIABLES.items() if name not in left_out}
-    assert environment.cublas.__wrapped__()["variables"] == expected
+    assert environment.cublas.__wrapped__()["variables"] == VARIABLES
 
 
 def test_it_is_part_of_the_fingerprint(monkeypatch):

@@ -162,7 +162,10 @@ class Contract:
         change = self._served.outline.changed()
         if change is not None:
             self._runner.drop_graphs()
-            (self._renew if change.structure else self.weights_changed)()
+            if change.structure:
+                self._renew()
+            else:
+                self.weights_changed()
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest

@@ -48,14 +48,12 @@ TOKENS = 160
 LONG = 1 << 19
 # Of weights; others are packed, and multiplied in the dtype of the model.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ELEMENTWISE: tuple[Callable[[Tensor], Tensor], ...] = (
+FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     *(torch.exp, torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.erf, torch.reciprocal),
     *(F.silu, F.gelu, F.softplus),
     lambda x: F.gelu(x, approximate="tanh"),
     lambda x: x.square().add(1).rsqrt(),
     lambda x: x.abs().add(1).log(),
-)
-REDUCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.sum(dim=-1),
     lambda x: x.square().mean(dim=-1),
     lambda x: x.softmax(dim=-1),
@@ -114,12 +112,8 @@ def _cpu_name() -> str:
 @cache
 def cublas() -> dict[str, object]:
     """What is fixed of cuBLAS when a process starts: the libraries that are loaded, which need not
-    be those that torch was built with, and the variables that they look at once, but for those
-    whose effect torch tells (``ambient``)."""
-    told = hasattr(_C, "_cuda_getCublasWorkspaceSize")
-    left_out = backend.WORKSPACES if told else ()
-    settings = {n: value for n, value in backend.of_cublas().items() if n not in left_out}
-    return {"libraries": loaded_libraries(), "variables": settings}
+    be those that torch was built with, and the variables that they look at once."""
+    return {"libraries": loaded_libraries(), "variables": backend.of_cublas()}
 
 
 def loaded_libraries(maps: Path = MAPS) -> list[tuple[str, int]]:
@@ -229,7 +223,7 @@ def _row_functions(
     for width in sorted(widths):
         for kind in dict.fromkeys((dtype, torch.float32)):
             x = _numbers(rows, width, kind, device)
-            for function in (*ELEMENTWISE, *REDUCTIONS):
+            for function in FUNCTIONS:
                 yield function(x / 8)
 
 

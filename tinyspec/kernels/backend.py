@@ -23,8 +23,6 @@ from torch import Tensor
 # logs, no product depends on.
 PREFIXES = ("CUBLAS", "TORCH_CUBLAS", "NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUDA_LT")
 LOGS = "_LOG"
-# Sizes of workspaces, which torch tells since 2.13.
-WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 MODULES = {
     "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states"),
     "torch": ("twins.layers", "twins.attention", "twins.sample"),
