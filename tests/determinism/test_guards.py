@@ -146,7 +146,7 @@ def test_control_guards_change_bits(rule, monkeypatch):
     assert alone != beside
 
 
-@pytest.mark.parametrize("rule", [HARMLESS[name] for name in ("shapes", "a constant", "positions")])
-def test_what_looks_at_no_other_row_is_served(rule):
-    alone, beside = alone_and_beside(guarded(rule)[0])
+@pytest.mark.parametrize("name", ["shapes", "a constant", "positions"])
+def test_what_looks_at_no_other_row_is_served(name):
+    alone, beside = alone_and_beside(guarded(HARMLESS[name])[0])
     assert alone == beside
