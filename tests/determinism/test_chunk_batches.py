@@ -59,27 +59,6 @@ def test_every_count_gives_the_same_bits(kind):
             )
 
 
-class Mixing(RowByRowLinear):
-    """Adds a little of the chunk that is so many places before, where there is one."""
-
-    distance = 20
-
-    def forward(self, x):
-        return super().forward(x + 1e-6 * (x.roll(self.distance, 0) if len(x) > 20 else 0))
-
-
-def test_chunks_that_mix_in_larger_batches_only():
-    recorded = Recorded(Mixing)
-    function = BatchFunction("it", recorded, LENGTH, torch.empty(0, WIDTH))
-    agreeing = [size for size in (1, 16, 32, 64) if function.agrees(size, REFERENCE)]
-    assert agreeing == [1, 16]
-    batches = recorded.batches()
-    batches.prove()
-    assert batches.reference == REFERENCE
-    _, sizes = results(recorded, batches, torch.randn(64, LENGTH, WIDTH), 64)
-    assert sizes == [16] * 4
-
-
 def test_states_of_plain_requests_are_no_deterministic_ones():
     """Plain ones run in batches of any size until it is known what changes no bit."""
     model = thinking_model()

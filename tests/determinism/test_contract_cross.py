@@ -1,11 +1,12 @@
 """The contract crossed with all that must not matter: the cache, chunks, sizes, ways, dtypes.
 
 Every test compares the bits of the same requests; the controls that such a comparison can fail on
-these models stand in tests/determinism/test_scenarios.py.
+these models stand beside them.
 """
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,26 @@ def test_reference_rows_is_the_one_size_that_counts(reference_rows):
     with engine_of(model_of("shape-sensitive", "bf16")) as engine:
         assert bits_of(run(engine, mixed())) != found[0]  # control
         assert engine.fingerprint not in prints
+
+
+def of_copies(dtype, deterministic):
+    """Bits of a request alone, and of many copies of it in one call and as completions."""
+    wanted = greedy(12, temperature=0.9, seed=17, top_p=0.95)
+    request = (text(19, seed=2), wanted if deterministic else plain(wanted))
+    found = []
+    for count, completions in ((1, 1), (11, 1), (1, 4)):
+        asked = (request[0], replace(request[1], num_return_sequences=completions))
+        with engine_of(model_of("shape-sensitive", dtype), page_size=8) as engine:
+            found += [bits(output)[:1] for output in run(engine, [asked] * count)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", first(1, DTYPES, 2))
+def test_copies(dtype):
+    alone, *copies = of_copies(dtype, deterministic=True)
+    assert copies == [alone] * 12
+    alone, *copies = of_copies(dtype, deterministic=False)
+    assert any(found != alone for found in copies), "control"
 
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 300)

@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.determinism import test_scenarios
 from tests.determinism.test_attention_probe import of_engine, probe
-from tests.determinism.test_scenarios import FAMILIES as SCENARIOS
 from tests.support.budget import first
 from tests.support.cases import DTYPES, KINDS, bits_of, engine_of, greedy, model_of, run, text
 from tests.support.mixes import bits, crowd, plain, solo
@@ -46,16 +44,6 @@ def test_control_without_the_flag_bits_differ():
     requests = [(prompt, plain(wanted)) for prompt, wanted in REQUESTS]
     alone, (found, _) = alone_and_among(model_of("shape-sensitive"), requests, max_rows=32)
     assert found != alone
-
-
-@pytest.mark.slow("crosses", 3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenarios_of_the_contract(scenario, dtype, monkeypatch):
-    monkeypatch.setattr(test_scenarios, "engine_of", coded)
-    compared = list(SCENARIOS[scenario](model_of("shape-sensitive", dtype), deterministic=True))
-    assert len(compared) >= 4
-    assert [where for where, expected, found in compared if expected != found] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
