@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ DISTINCT_ROWS = 96
 KINDS = {True: "canonical", False: "other"}
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows ``first`` to ``end`` of the probe: of one sequence, on its own pages."""
 
     first: int
@@ -98,14 +97,9 @@ class ModelProbe:
         own = segments(distinct, self._page_size, longest, longest_split(runner))
         self._pages, self._copies = own[-1].pages[-1] + 1, max(1, -(-rows // distinct))
         self._segments = [
-            Segment(
-                segment.first + copy * distinct,
-                segment.end + copy * distinct,
-                segment.position,
-                [page + copy * self._pages for page in segment.pages],
-            )
-            for copy in range(self._copies)
-            for segment in own
+            Segment(first + rows, end + rows, position, [page + pages for page in own_pages])
+            for rows, pages in ((n * distinct, n * self._pages) for n in range(self._copies))
+            for first, end, position, own_pages in own
         ]
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(runner.vocab_size, (distinct,), generator=generator)

@@ -132,8 +132,6 @@ class PassRecorder(TorchDispatchMode):
         }
         # By kind, with the module whose operator it is.
         self._found: dict[object, tuple[str | None, RowOp]] = {}
-        # As many rows as the reference bucket has are unembedded, or all.
-        self._leading = ((1, rows), (1, min(rows, runner.buckets.reference)))
         # Modules without children from one tensor to one: their operators are no steps.
         self._whole: set[str] = set()
         self._inside: list[str] = []
@@ -150,7 +148,8 @@ class PassRecorder(TorchDispatchMode):
 
     @property
     def row_ops(self) -> list[RowOp]:
-        """The functions of rows: operators outside element-wise modules, and these modules."""
+        """The functions of rows: operators outside element-wise modules, and these modules; of a
+        pass whose rows are all unembedded."""
         return [op for where, op in self._found.values() if where not in self._whole]
 
     @contextmanager
@@ -300,7 +299,7 @@ class PassRecorder(TorchDispatchMode):
         x = inputs[0]
         if kwargs or not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
             return
-        if output.shape[:2] == x.shape[:2] in self._leading:
+        if output.shape[:2] == x.shape[:2] == (1, self._rows):
             kind = (type(module), repr(module), x.shape[2:], x.dtype)
             op = RowOp(name, x.dtype, x.shape[2:], module)
             if whole and name not in self._linears:
