@@ -84,7 +84,6 @@ LINES = {
         'a JSON object with a "prompt" (messages: it is called prompt here, which may be chat mess',
     ),
     "beside a prompt": ('{"prompt": "a", "messages": []}', "messages=[] is not allowed: it is"),
-    "of OpenAI": ('{"prompt": "a", "best_of": 3}', "best_of=3 is not allowed: there is none"),
     "no JSON": ('{"prompt": "a"', "is not JSON: Expecting ',' delimiter: line 1 column 15"),
     "a list": ('["a"]', 'a JSON object with a "prompt"'),
 }
