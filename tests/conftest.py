@@ -97,7 +97,7 @@ def _fixed_costs() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(ProbeResults, "seconds", costs)
         patches.setattr(Buckets, "ran", lambda *_: None)
-        patches.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", 1)
+        patches.setattr("tinyspec.tools.doctor.MANY_ROWS", 1)
         yield ran
 
 

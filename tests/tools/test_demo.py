@@ -120,20 +120,12 @@ def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     assert "DIFFERENT: token " in out and "another text from token 3 on" in out
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_tokens_that_differ_are_marked(engine, monkeypatch):
+def test_tokens_that_differ_are_marked(engine):
     one = Demo(engine, 1, 4)
     ids = engine.tokenizer(" Ana can run. Ben can sing.")["input_ids"]
     same, rest = (engine.tokenizer.decode(part) for part in (ids[:5], ids[5:]))
-    monkeypatch.setattr("sys.stdout", Terminal())
-    assert one.marked(ids, 5) == same.strip() + f"\033[1;30;43m{rest}\033[0m"
-    assert "\033" not in one.marked(ids, None)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
     assert one.marked(ids, 5) == f"{same.strip()}>>>{rest}"
+    assert one.marked(ids, None) == f"{same.strip()}{rest}"
 
 
 # The seed's figure, and what its labels are in the demo.

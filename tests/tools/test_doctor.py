@@ -185,7 +185,7 @@ def test_a_rare_difference_of_attention(no_results_on_disk):
 
         context.kernels = dataclasses.replace(context.kernels, paged_attention=other)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", 10_000)
+            patch.setattr("tinyspec.tools.doctor.MANY_ROWS", 10_000)
             report = doctor(engine)
         assert not report and "try another dtype" in report.problems[0]
         assert "reference_rows=" not in report.problems[0]

@@ -10,7 +10,7 @@ from tinyspec.cli import common
 from tinyspec.config import VERIFY
 from tinyspec.errors import refuse
 
-KINDS, VIEWS = (".svg", ".html"), ("both", "timeline", "verify")
+KINDS = (".svg", ".html")
 # Cells side by side in a picture that is not scrolled.
 CELLS = 110
 
@@ -64,10 +64,7 @@ def demo(options: Namespace) -> int:
 def add_trace(parser: ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a saved trace; - is standard input")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help=".svg or .html file")
-    parser.add_argument("--view", choices=VIEWS, default="both", help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first pass (default: 0)")
-    cells = f"width in cells (default: {CELLS}; .html: all)"
-    parser.add_argument("--cells", type=int, metavar="N", help=cells)
 
 
 def trace(options: Namespace) -> int:
@@ -76,10 +73,10 @@ def trace(options: Namespace) -> int:
     The file is what engine.trace.save(...) wrote with
     EngineConfig(trace=True), or `generate --trace`; https://ui.perfetto.dev
     opens it as well. The timeline has a column for each pass, a lane for each
-    completion and a cell for each token, over a strip of the KV cache; below
-    it stand a verify with a rollback and one without, or, of a single request
-    without any, its prefill and decode. .html scrolls through all passes and
-    loads nothing.
+    completion and a cell for each token; below it stand a verify with a
+    rollback and one without, or, of a single request without any, its prefill
+    and decode. .html scrolls through all passes and loads nothing; an .svg has
+    the first that fit, from --first on.
 
     example:
       tinyspec trace run.json -o run.html
@@ -88,8 +85,6 @@ def trace(options: Namespace) -> int:
     kind = path.suffix.lower()
     if kind not in KINDS:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
-    if options.cells is not None and options.cells < 1:
-        raise refuse("--cells", options.cells, "an integer of at least 1")
     from tinyspec.tools.drawing import html, svg, timeline
     from tinyspec.tools.terminal import laid_out
     from tinyspec.tools.trace import diagrams, read
@@ -101,13 +96,10 @@ def trace(options: Namespace) -> int:
     run.passes = [one for one in run.passes if one.record.number >= options.first]
     if not run.passes:
         raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
-    most = options.cells or (None if kind == ".html" else CELLS)
-    drawings = [timeline(run, most)] if options.view != "verify" else []
-    drawings += map(laid_out, diagrams(run) if options.view != "timeline" else [])
-    if not drawings:
-        raise refuse("--view", "verify", "timeline: no pass of this trace verified drafts")
+    page = kind == ".html"
+    drawings = [timeline(run, None if page else CELLS), *map(laid_out, diagrams(run))]
     title = f"tinyspec: {Path(options.file).name}"
-    text = html(drawings, title) if kind == ".html" else svg(drawings)
+    text = html(drawings, title) if page else svg(drawings)
     path.write_text(text, encoding="utf-8")
     print(f"{path}: {len(run.passes)} passes, {len(run.lanes)} completions")
     return 0

@@ -31,8 +31,8 @@ SEEDS = (39, 26, 163, 101, 162, 64)
 # Of a text: the width of a line, and how many are shown.
 WIDTH, LINES = 80, 2
 WORDS = {True: "with a rollback", False: "without a rollback"}
-# Between what is the same and what is not, in text that is to be wrapped.
-MARK = "\x00"
+# Between what is the same and what is not.
+MARK = ">>>"
 
 # The model in the package that thinks (trained by ``python -m benchmarks.coin_reader.train``).
 THINKER = Path(__file__).resolve().parent / "coin_reader"
@@ -90,8 +90,7 @@ class Demo:
         raise AssertionError("seeds do not end")
 
     def show(self, pair: list[RequestOutput]) -> None:
-        """Both texts, one below the other, or one where they are the same; from the first token
-        that differs on in colour."""
+        """Both texts, one below the other, or one where they are the same."""
         at = _parts_at(pair)
         names = ("alone", "in a crowd") if at is not None else ("both",)
         for name, output in zip(names, pair, strict=False):
@@ -99,19 +98,14 @@ class Demo:
             print(f"  {name:<12}" + textwrap.indent(words, " " * 14).lstrip(" "))
 
     def marked(self, tokens: list[int], at: int | None) -> str:
-        """Text in lines, of which few are shown; from token ``at`` on in colour, or behind a
-        sign."""
+        """Text in lines, of which few are shown; before token ``at`` stands a mark."""
         decode = self.engine.tokenizer.decode
         same = decode(tokens[:at], skip_special_tokens=True)
         rest = decode(tokens, skip_special_tokens=True)[len(same) :]
-        sign = MARK if sys.stdout.isatty() else ">>>"
-        found = textwrap.wrap((f"{same}{sign}{rest}" if rest else same).strip(), WIDTH)
-        first = max([0, *(n - 1 for n, line in enumerate(found) if sign in line)])
+        found = textwrap.wrap((f"{same}{MARK}{rest}" if rest else same).strip(), WIDTH)
+        first = max([0, *(n - 1 for n, line in enumerate(found) if MARK in line)])
         left = ("... " if first else "") + " ".join(found[first:])
-        few = textwrap.wrap(left, WIDTH, max_lines=LINES, placeholder=" ...")
-        head, _, tail = "\n".join(few).partition(MARK)
-        parts = tail.split("\n")
-        return head + "\n".join(styled(sys.stdout, "differs", line) for line in parts if line)
+        return "\n".join(textwrap.wrap(left, WIDTH, max_lines=LINES, placeholder=" ..."))
 
 
 class Liar:
