@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from tinyspec.drop_in.call import Call
@@ -281,43 +280,27 @@ def batch_arguments(
     return arguments
 
 
-def run_batch(
-    engine: Engine, call: Call, drafter: Drafter | None, record_timestamps: bool, progress_bar: bool
+def batch_outputs(
+    call: Call, sequences: list[Sequence], begun: float
 ) -> dict[str, GenerationOutput]:
-    """Outputs by id. Of each prompt the first completions are children of the last, which has its
-    id, as transformers orders them. Raises what a processor or a criterion raised."""
+    """Of what ran from ``begun`` on, by id. Of each prompt the first completions are children of
+    the last, which has its id, as transformers orders them."""
     from transformers.generation.continuous_batching import requests as theirs
 
-    begun, requests = time.perf_counter(), new_requests(engine, call, drafter)
-    sequences = [sequence for request in requests for sequence in request.sequences]
-    stamps: dict[tuple[str, int], list[float]] = {
-        (s.request.request_id, s.index): [] for s in sequences
-    }
-    bar = tqdm(total=len(sequences), unit="request", disable=not progress_bar)
-    with bar, engine.follow(requests) as events:
-        for event in events:
-            if event.finish_reason == "abort":
-                break
-            now = time.perf_counter()
-            stamps[event.request_id, event.index] += [now] * len(event.token_ids)
-            bar.update(event.finish_reason is not None)
-    raise_failed(sequences)
     outputs: dict[str, GenerationOutput] = {}
-    for number, request in enumerate(requests):
-        last = len(request.sequences) - 1
-        for sequence in request.sequences:
-            child = "" if sequence.index == last else f"__child#{sequence.index}"
-            times = stamps[request.request_id, sequence.index]
-            output = theirs.GenerationOutput(
-                request_id=f"req_{number}{child}",
-                prompt_ids=call.prompts.each[number].ids,
-                generated_tokens=sequence.ids(request.num_prompt, sequence.length),
-                logprobs=sequence.logprobs,
-                status=theirs.RequestStatus.FINISHED,
-                created_time=begun,
-                lifespan=(begun, times[-1]),
-                timestamps=times if record_timestamps else None,
-            )
-            setattr(output, "seed", sequence.params.seed)  # noqa: B010 not one of its fields
-            outputs[output.request_id] = output
+    numbers = [n for n, p in enumerate(call.params) for _ in range(p.num_return_sequences)]
+    for number, sequence in zip(numbers, sequences, strict=True):
+        last = sequence.params.num_return_sequences - 1
+        child = "" if sequence.index == last else f"__child#{sequence.index}"
+        output = theirs.GenerationOutput(
+            request_id=f"req_{number}{child}",
+            prompt_ids=call.prompts.each[number].ids,
+            generated_tokens=sequence.generated,
+            logprobs=sequence.logprobs,
+            status=theirs.RequestStatus.FINISHED,
+            created_time=begun,
+            lifespan=(begun, time.perf_counter()),
+        )
+        setattr(output, "seed", sequence.params.seed)  # noqa: B010 not one of its fields
+        outputs[output.request_id] = output
     return outputs
