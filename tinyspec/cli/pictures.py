@@ -9,6 +9,7 @@ from pathlib import Path
 from tinyspec.cli import common
 from tinyspec.config import VERIFY
 from tinyspec.errors import refuse
+from tinyspec.sampling_params import SamplingParams
 
 KINDS = (".svg", ".html")
 # Cells side by side in a picture that is not scrolled.
@@ -38,12 +39,9 @@ def demo(options: Namespace) -> int:
     example:
       tinyspec demo --crowd 20
     """
-    for name, value in (("crowd", options.crowd), ("max-new-tokens", options.max_new_tokens)):
-        if value < 1:
-            raise refuse(f"--{name}", value, "an integer of at least 1")
-    if options.seed is not None and not 0 <= options.seed < 2**63:
-        raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
-    common.load_libraries()
+    if options.crowd < 1:
+        raise refuse("--crowd", options.crowd, "an integer of at least 1")
+    SamplingParams(max_new_tokens=options.max_new_tokens, seed=options.seed)  # raises
     from tinyspec.tools import demo as tool
 
     with ExitStack() as stack:
