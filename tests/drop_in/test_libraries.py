@@ -128,19 +128,15 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "asked, arguments",
     [
-        {},
-        {"batch_size": 2},
-        {"batch_size": 3, "return_full_text": False},
-        {"return_full_text": True},
-        {"return_tensors": True},
-        {"max_new_tokens": 5, "repetition_penalty": 1.3},
+        (TEXTS, {"batch_size": 2, "repetition_penalty": 1.3}),
+        (TEXTS, {"return_tensors": True}),
+        (CHATS, {"batch_size": 3, "return_full_text": False}),
     ],
-    ids=str,
+    ids=["texts", "tensors", "chats"],
 )
-@pytest.mark.parametrize("asked", [TEXTS, CHATS], ids=["texts", "chats"])
-def test_pipeline(model, plain, tokenizer, arguments, asked):
+def test_pipeline(model, plain, tokenizer, asked, arguments):
     answers = []
     for one in (model, plain):
         pipe = pipeline("text-generation", model=one, tokenizer=tokenizer)

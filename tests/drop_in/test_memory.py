@@ -160,21 +160,3 @@ def test_the_pool_is_given_back():
     gc.collect()
     assert all(ref() is None for ref in pools)
     assert engine() is None
-
-
-@pytest.mark.parametrize("how", ["raises", "interrupted", "refused"])
-def test_a_failed_call_holds_nothing(how):
-    def fails(ids, scores):
-        raise KeyboardInterrupt if how == "interrupted" else KeyError("raised")
-
-    with patched(tiny()) as model:
-        generate(model)
-        pool = model.generate._engine.pool
-        before = pool_of(model)
-        for _ in range(3):
-            asked = {"temperature": -1.0} if how == "refused" else {"logits_processor": [[fails]]}
-            with pytest.raises((KeyError, KeyboardInterrupt, ValueError)):
-                generate(model, do_sample=True, **asked)
-            assert pool.num_held == 0
-            assert pool_of(model) == before
-        assert greedy(model, PROMPTS[0]) == greedy(own(), PROMPTS[0])
