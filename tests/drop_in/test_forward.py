@@ -27,7 +27,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 
 KINDS = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3", "qwen3_moe", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
-CONFIG = EngineConfig(max_rows=64, reference_rows=16)
+CONFIG = EngineConfig(max_rows=32, reference_rows=16)
 IDS = torch.randint(3, VOCAB, (7, 33), generator=torch.Generator().manual_seed(0))
 LONG = torch.randint(3, VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
@@ -150,7 +150,7 @@ def test_completions_and_scores(dtype):
     """Of an engine, with its prefix cache cold and warm."""
     model = tiny(KINDS[0]).to(dtype)
     given = prompts()[:4]
-    paged = EngineConfig(max_rows=64, reference_rows=16, page_size=8)
+    paged = dataclasses.replace(CONFIG, page_size=8)
     with Engine(model, config=paged) as engine, canonical(model, CONFIG), torch.no_grad():
         kernels = engine.core.sampler.kernels
         for _ in range(2):
@@ -239,7 +239,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 def test_the_path_of_a_gpu(kind, monkeypatch):
     """Its fused layers, with twins in place of kernels: a layer gives the next one its norm."""
     as_on_a_gpu(monkeypatch)
-    config = EngineConfig(max_rows=64, reference_rows=16, backend="triton")
+    config = dataclasses.replace(CONFIG, backend="triton")
     model = quiet(kind)
     tinyspec.patch(model, config, forward=True)
     made = f.rollout(model, prompts()[:3], 6)

@@ -4,14 +4,11 @@ generator, which belongs to the caller."""
 from __future__ import annotations
 
 import copy
-import os
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch import distributed
 from transformers import GenerationConfig
 
 import tinyspec
@@ -82,8 +79,6 @@ def test_equal_prompts_differ_and_a_script_repeats(way):
 
 
 A, B = PROMPT, random_ids(5, 1)
-# A mask of a prompt as long as A that ends in a pad.
-PADDED = torch.tensor([1] * 8 + [0])
 
 
 @pytest.mark.parametrize("where", ["patch", "config"])
@@ -122,39 +117,6 @@ def test_a_resumed_run_goes_on():
     assert list(run(range(2, 4), lambda step: 5 << 32)) != whole[2:]
     with patched(tiny()) as model, pytest.raises(ValueError, match=r"^seed=-1"):
         model.generate.reseed(-1)
-
-
-def on_a_rank(rank: int, folder: str) -> None:
-    """One of two processes: what it samples."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, timeout = f"file://{folder}/store", timedelta(seconds=30)
-    distributed.init_process_group("gloo", store, timeout, world_size=2, rank=rank)
-    model = tiny()
-    tinyspec.patch(model, SMALL, seed=5)
-    found = [rows(model, [[A, B], [A, A]][rank], **SAMPLED)]
-    if rank:  # transformers' own generate serves it
-        model.generate(ids := torch.tensor([A]), attention_mask=ids * 0 + PADDED, **SAMPLED)
-    else:
-        found.append(rows(model, [B], **SAMPLED))
-    found.append(rows(model, [[A], [B]][rank], **SAMPLED))
-    if not rank:  # alone
-        rows(model, [A], max_new_tokens=2, do_sample=False, pad_token_id=PAD)
-        rows(model, [A], seed=1, **SAMPLED)
-        with pytest.raises(RuntimeError, match="over all ranks"):
-            rows(model, [A], **SAMPLED)
-    torch.save(found, f"{folder}/{rank}.pt")
-
-
-def test_ranks_count_prompts_together(tmp_path):
-    """Equal prompts on two ranks have the samples of one process that has all rows."""
-    torch.multiprocessing.spawn(on_a_rank, (str(tmp_path),), 2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    with patched(tiny()) as model:
-        model.generate.reseed(5)
-        calls = [rows(model, each, **SAMPLED) for each in ([A, B, A, A], [B], [A, B])]
-    assert first == [calls[0][:2], calls[1], calls[2][:1]]
-    assert second == [calls[0][2:], calls[2][1:]]
 
 
 @WAYS
