@@ -111,10 +111,11 @@ def test_pages_are_given_back_after_each_call(release):
     tinyspec.unpatch(model)
 
 
-@pytest.mark.parametrize("rows, deterministic", first(1, [(64, False), (256, True)], 5))
-def test_the_peak_of_a_call(rows, deterministic):
+@pytest.mark.parametrize("case", first(1, [(64, False), (256, True)], 5), ids=str)
+def test_the_peak_of_a_call(case):
     """The pages that its requests need and one pass, and 10 % of that: nothing is there twice,
     nothing grows with the steps."""
+    rows, deterministic = case
     config = EngineConfig(reference_rows=16, max_rows=rows)
     prompts = [random_ids(400, n) for n in range(4)]
     with patched(tiny(), config) as model:
