@@ -19,12 +19,10 @@ from tinyspec.tools.demo import (
     AGAIN,
     BUNDLED,
     COINS,
-    SEEDS,
     STAYS,
     THINKER,
     WAYS,
     Demo,
-    Liar,
     demo,
     demo_thinking,
 )
@@ -71,39 +69,6 @@ def test_only_both_outcomes_of_one_where_no_draft_is_wrong(capsys):
     assert "drafts below: the same tokens." in " ".join(found[:2])
     told = " ".join(found)
     assert "drafts of a drafter: no KV" in told and "T3' dropped, T3 kept" in told
-
-
-def test_the_liar_lies_once(engine):
-    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, deterministic=True)
-    (output,) = engine.generate([prompt], params)
-    liar, truth = Liar(output), output.completions[0].token_ids
-    (lie,) = liar.propose([[*prompt, truth[0]]], 3)
-    assert lie[:2] == truth[1:3] and lie[2] != truth[3]
-    assert liar.propose([[*prompt, *truth[:4]]], 3) == [truth[4:7]]
-    assert liar.propose([[*prompt, *truth]], 3) == [[]]
-    config = replace(engine.config, drafter=liar)
-    with Engine(engine.model, engine.tokenizer, config) as lied_to:
-        (again,) = lied_to.generate([prompt], params)
-        assert again.completions[0].token_ids == truth
-        assert lied_to.stats().rollbacks == again.completions[0].stats.rollbacks == 1
-
-
-def test_where_no_text_differs(engine, capsys, monkeypatch):
-    """It says so, how many seeds it tried, and keeps its status."""
-    asked = []
-    whole = Demo.pair
-
-    def same(self, seed, deterministic):
-        asked.append(seed)
-        return whole(self, seed, True)
-
-    monkeypatch.setattr(Demo, "pair", same)
-    assert demo(engine, 1, 4, patience=0.2) == 0
-    tried = len(asked) - 1
-    assert asked[: min(tried, len(SEEDS))] == list(SEEDS[:tried]) and asked[-1] == asked[-2]
-    out = capsys.readouterr().out
-    assert "no text differed on this machine" in out
-    assert tried == 1 or f"({tried} seeds tried)" in out
 
 
 def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
@@ -249,10 +214,9 @@ def right(made, outputs):
     return sum(said) / len(said), sum(x == y for x, y in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_the_thinker_is_right(share):
+def test_the_thinker_is_right():
     """Control: not about examples with another answer."""
-    made, _, outputs = read_by_the_thinker(share, 25)
+    made, _, outputs = read_by_the_thinker(0.7, 25)
     answers, thoughts = right(made, outputs)
     assert answers >= 0.96 and thoughts >= 0.99
     others = [replace(example, answer=("edge", ".")) for example in made]
