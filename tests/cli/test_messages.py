@@ -14,29 +14,20 @@ from tinyspec import Completion, RequestOutput, SamplingParams
 COMMANDS = {
     "demo": (["demo", "--crowd", "0"], "--crowd=0 is not allowed: an integer of at least 1"),
     "a seed": (["demo", "--seed", "-1"], "seed=-1 is not allowed: an integer of at least 0"),
-    "doctor": (["doctor", "--reference-rows", "3"], "reference_rows=3 is not allowed: an integer"),
     "audit": (["audit", "nowhere.jsonl"], "tinyspec: nowhere.jsonl: No such file or directory"),
     "diff": (["diff", "-", "-"], "second='-' is not allowed: a file; standard input can be read"),
     "trace": (["trace", "nowhere.json", "-o", "x.svg"], "nowhere.json: No such file or directory"),
-    "a folder": (["generate", "--file", "."], "tinyspec: .: Is a directory"),
     "an empty prompt": (["generate", ""], "prompt 1: prompt=[] is not allowed: at least one token"),
-    "bytes": (["generate", "a\udcffb"], r"prompt[1]='\udcff' is not allowed: no lone surrogates"),
     "score bytes": (["score", "a\udcffb", "x"], "prompt[1]='\\udcff' is not allowed: no lone"),
-    "no tokens": (["score", "x", ""], "continuation=[] is not allowed: at least one token"),
-    "half a pair": (["score", "x"], "continuation=None is not allowed: a prompt and its cont"),
     "a missing model": (["generate", "--model", "no/such", "x"], "model='no/such' is not allowed"),
     "no GPU": (
         ["generate", "Once", "--device", "cuda"],
         "device='cuda' is not allowed: auto, cpu, cuda or cuda:N, and torch finds no",
     ),
-    "a dtype": (["generate", "Once", "--dtype", "float9"], "--dtype: invalid choice: 'float9'"),
     "a value": (["generate", "Once", "--top-p", "2"], "top_p=2.0 is not allowed: a number in ["),
-    "a type": (["generate", "Once", "--top-k", "many"], "argument --top-k: invalid int value"),
-    "no file": (["generate", "--file", "no.txt"], "tinyspec: no.txt: No such file or directory"),
     "a trace": (["generate", "Once", "--trace", "no/run.json"], "no/run.json: No such file or"),
     "--resume": (["generate", "Once", "--resume"], "--resume=True is not allowed: together with"),
     "no command": ([], "the following arguments are required: COMMAND (see tinyspec --help)"),
-    "another": (["serv"], "invalid choice: 'serv'"),
 }
 
 
