@@ -13,7 +13,6 @@ from tinyspec import Completion, RequestOutput, SamplingParams
 
 COMMANDS = {
     "demo": (["demo", "--crowd", "0"], "--crowd=0 is not allowed: an integer of at least 1"),
-    "a seed": (["demo", "--seed", "-1"], "seed=-1 is not allowed: an integer of at least 0"),
     "audit": (["audit", "nowhere.jsonl"], "tinyspec: nowhere.jsonl: No such file or directory"),
     "diff": (["diff", "-", "-"], "second='-' is not allowed: a file; standard input can be read"),
     "trace": (["trace", "nowhere.json", "-o", "x.svg"], "nowhere.json: No such file or directory"),

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tinyspec.cli import common
-from tinyspec.config import VERIFY
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 
@@ -24,9 +23,6 @@ def add_demo(parser: ArgumentParser) -> None:
     parser.add_argument("--rollback", action="store_true", help=rollback)
     parser.add_argument("--crowd", type=int, default=11, help="other requests (default: 11)")
     parser.add_argument("--max-new-tokens", type=int, default=120, help="default: 120")
-    parser.add_argument("--seed", type=int, help="of the request (default: one chosen beforehand)")
-    # "auto" takes the cheapest way, on a CPU hardly ever to draft and verify.
-    parser.add_argument("--verify", default="always", choices=VERIFY, help="default: always")
 
 
 def demo(options: Namespace) -> int:
@@ -41,14 +37,15 @@ def demo(options: Namespace) -> int:
     """
     if options.crowd < 1:
         raise refuse("--crowd", options.crowd, "an integer of at least 1")
-    SamplingParams(max_new_tokens=options.max_new_tokens, seed=options.seed)  # raises
+    SamplingParams(max_new_tokens=options.max_new_tokens)  # raises
     from tinyspec.tools import demo as tool
 
     with ExitStack() as stack:
         if not options.thinking:
-            settings = {"verify": options.verify, "trace": True, "draft_window": 3}
+            # The cheapest way is on a CPU hardly ever to draft and verify.
+            settings = {"verify": "always", "trace": True, "draft_window": 3}
             engine = stack.enter_context(common.engine_of(options, **settings))
-            sizes = options.crowd, options.max_new_tokens, options.seed
+            sizes = options.crowd, options.max_new_tokens
             return tool.demo(engine, *sizes, rollback=options.rollback)
         options.model = options.model or str(tool.THINKER)
         engines = {}
@@ -62,7 +59,6 @@ def demo(options: Namespace) -> int:
 def add_trace(parser: ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a saved trace; - is standard input")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help=".svg or .html file")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="first pass (default: 0)")
 
 
 def trace(options: Namespace) -> int:
@@ -74,7 +70,7 @@ def trace(options: Namespace) -> int:
     completion and a cell for each token; below it stand a verify with a
     rollback and one without, or, of a single request without any, its prefill
     and decode. .html scrolls through all passes and loads nothing; an .svg has
-    the first that fit, from --first on.
+    the first that fit.
 
     example:
       tinyspec trace run.json -o run.html
@@ -90,10 +86,6 @@ def trace(options: Namespace) -> int:
     run = read(options.file)
     if not run.passes:
         raise refuse("file", options.file, "a trace with at least one pass")
-    last = run.passes[-1].record.number
-    run.passes = [one for one in run.passes if one.record.number >= options.first]
-    if not run.passes:
-        raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
     page = kind == ".html"
     drawings = [timeline(run, None if page else CELLS), *map(laid_out, diagrams(run))]
     title = f"tinyspec: {Path(options.file).name}"

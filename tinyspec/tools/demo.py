@@ -77,13 +77,12 @@ class Demo:
         alone = self.engine.generate(self.prompts[0], mine)
         return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
-    def find(self, seed: int | None, patience: float) -> tuple[int, list[RequestOutput], int]:
-        """The first seed (from ``seed`` on, or of those chosen beforehand and all others) with
-        which the plain request says something else in the crowd, its outputs, and how many were
-        tried; the last of them where none does in time."""
-        seeds = chain(SEEDS, count()) if seed is None else count(seed)
+    def find(self, patience: float) -> tuple[int, list[RequestOutput], int]:
+        """The first seed, of those chosen beforehand and then of all, with which the plain request
+        says something else in the crowd, its outputs, and how many were tried; the last of them
+        where none does in time."""
         begun = time.perf_counter()
-        for tried, one in enumerate(seeds, 1):
+        for tried, one in enumerate(chain(SEEDS, count()), 1):
             pair = self.pair(one, deterministic=False)
             if _parts_at(pair) is not None or time.perf_counter() - begun >= patience:
                 return one, pair, tried
@@ -164,7 +163,6 @@ def demo(
     engine: Engine,
     crowd: int,
     max_new_tokens: int,
-    seed: int | None = None,
     patience: float = PATIENCE,
     rollback: bool = False,
 ) -> int:
@@ -172,9 +170,7 @@ def demo(
     whatever the plain one does. engine: with ``EngineConfig(trace=True)``. rollback: only a verify
     with a rollback and one without are shown."""
     one = Demo(engine, crowd, max_new_tokens)
-    found = SEEDS[0] if seed is None else seed
-    if not rollback:
-        found = show_plain(one, seed, patience)
+    found = SEEDS[0] if rollback else show_plain(one, patience)
     before = len(engine.trace)
     kept = one.pair(found, deterministic=True)
     reason, verdict = verdict_on(*kept)
@@ -193,12 +189,12 @@ def demo(
     return 1 if reason else 0
 
 
-def show_plain(one: Demo, seed: int | None, patience: float) -> int:
+def show_plain(one: Demo, patience: float) -> int:
     """What the plain request says alone and in the crowd; the seed it was shown with."""
     dtype = str(one.engine.model.dtype).removeprefix("torch.")
     print(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
     print(f"{TEMPERATURE} with a seed: alone, and among {len(one.others)} others.\n")
-    found, plain, tried = one.find(seed, patience)
+    found, plain, tried = one.find(patience)
     print(styled(sys.stdout, "bold", f"deterministic=False, seed {found}"))
     one.show(plain)
     pairs = list(zip(*(o.completions[0].logprobs or [] for o in plain), strict=False))
