@@ -11,8 +11,6 @@ from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 
 KINDS = (".svg", ".html")
-# Cells side by side in a picture that is not scrolled.
-CELLS = 110
 
 
 def add_demo(parser: ArgumentParser) -> None:
@@ -69,8 +67,7 @@ def trace(options: Namespace) -> int:
     opens it as well. The timeline has a column for each pass, a lane for each
     completion and a cell for each token; below it stand a verify with a
     rollback and one without, or, of a single request without any, its prefill
-    and decode. .html scrolls through all passes and loads nothing; an .svg has
-    the first that fit.
+    and decode. .html scrolls, and loads nothing.
 
     example:
       tinyspec trace run.json -o run.html
@@ -86,10 +83,9 @@ def trace(options: Namespace) -> int:
     run = read(options.file)
     if not run.passes:
         raise refuse("file", options.file, "a trace with at least one pass")
-    page = kind == ".html"
-    drawings = [timeline(run, None if page else CELLS), *map(laid_out, diagrams(run))]
+    drawings = [timeline(run), *map(laid_out, diagrams(run))]
     title = f"tinyspec: {Path(options.file).name}"
-    text = html(drawings, title) if page else svg(drawings)
+    text = html(drawings, title) if kind == ".html" else svg(drawings)
     path.write_text(text, encoding="utf-8")
     print(f"{path}: {len(run.passes)} passes, {len(run.lanes)} completions")
     return 0

@@ -26,31 +26,25 @@ LETTER, LINE, MARGIN = 6.1, 18.0, 8.0
 TOKEN, NAMES = 2, 20
 
 
-def timeline(run: Run, most: int | None = None) -> list[Row]:
-    """All passes, or the first that fit into ``most`` cells side by side: the bucket of each, and
-    the tokens of each completion."""
-    widths = list[int]()
+def timeline(run: Run) -> list[Row]:
+    """The bucket of each pass, and the tokens of each completion in it."""
+    tokens = sum(one.record.committed for one in run.passes)
+    told = f"{len(run.lanes)} completions, {len(run.passes)} passes, {tokens} tokens"
+    legend = [Cell(told, "bold")]
+    for name, words in LEGEND.items():
+        legend += [Cell("  "), Cell(_sign(name), name), Cell(f" {words}", "faint")]
+    head = [Cell(" " * NAMES)]
+    rows = {
+        lane: [Cell(f"{shown(lane_name(lane), NAMES - 2):>{NAMES - 1}} ")] for lane in run.lanes
+    }
     for one in run.passes:
         wide = max([1, *(len(cells_of(work, one.record.canonical)) for work in one.works)])
-        if most is not None and widths and sum(widths) + wide > most:
-            break
-        widths.append(wide)
-    passes = run.passes[: len(widths)]
-    lanes = Run(passes, run.texts).lanes
-    of = "" if len(passes) == len(run.passes) else f" (the first of {len(run.passes)})"
-    tokens = sum(one.record.committed for one in passes)
-    told = f"{len(lanes)} completions, {len(passes)} passes{of}, {tokens} tokens"
-    legend = [(Cell(_sign(name), name), Cell(f" {LEGEND[name]}  ", "faint")) for name in LEGEND]
-    head = [Cell(" " * NAMES)]
-    rows = {lane: [Cell(f"{shown(lane_name(lane), NAMES - 2):>{NAMES - 1}} ")] for lane in lanes}
-    for one, wide in zip(passes, widths, strict=True):
         head += [_head(one, wide), Cell(" ")]
         works = {work.lane: work for work in one.works}
         for lane, row in rows.items():
             row += _tokens(run, one, works[lane], wide) if lane in works else [_blank(wide)]
             row.append(Cell(" "))
-    legends = [cell for pair in legend for cell in pair]
-    return [[Cell(told, "bold")], legends, head, *rows.values()]
+    return [legend, head, *rows.values()]
 
 
 def _sign(name: str) -> str:
