@@ -65,8 +65,7 @@ class Report:
             cells = asdict(entry)
             place, reason = cells.pop("position"), cells.pop("reason")
             rows = rows or [[*cells, "first difference"]]
-            told = [", ".join(c) or "nothing" if type(c) is tuple else c for c in cells.values()]
-            rows.append([*told, reason if place is None else f"token {place}: {reason}"])
+            rows.append([*cells.values(), reason if place is None else f"token {place}: {reason}"])
         counts = Counter(entry.verdict for entry in self.entries)
         total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) or "no outputs"
         return "\n".join([*table(rows), "", total])
