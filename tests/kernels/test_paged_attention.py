@@ -307,7 +307,7 @@ def test_row_invariant_to_neighbours(mode: str, dtype: torch.dtype) -> None:
         drafted.k[67:] *= 100
         drafted.v[67:] *= -1000
         assert torch.equal(lay_out([(drafted, 64, 70)])()[2], alone)
-        for page_size in (1, 16, 64, 128):
+        for page_size in (1, 128):
             assert torch.equal(lay_out([(sequence, 60, 70)], page_size)()[6], alone)
         # Masked products are 0 times the largest values there are, beside tiny ones that count.
         sequence.v /= 1024
@@ -332,10 +332,10 @@ def test_row_invariant_can_fail(entry: dict[str, int]) -> None:
     """Control: another split or tile is another order of reduction, and shows."""
     sequence = Sequence.make(LENGTH, 4, 2, 64, torch.float32)
     with launched("walk"):
-        prompt = lay_out([(sequence, 100, LENGTH)])()
-        again = lay_out([(sequence, 100, LENGTH)], page_size=128)()
+        prompt = lay_out([(sequence, 136, LENGTH)])()
+        again = lay_out([(sequence, 136, LENGTH)], page_size=128)()
     with launched("walk", **{"split": SPLIT} | entry):
-        other = lay_out([(sequence, 100, LENGTH)])()
+        other = lay_out([(sequence, 136, LENGTH)])()
     assert torch.equal(prompt, again)
     assert not torch.equal(prompt, other)
 

@@ -309,7 +309,6 @@ ROWS = (
     [(n, length) for n, length in enumerate(LENGTHS)],
     [(n, 1) for n in range(len(LENGTHS))],
     [(5, 300), (1, 1), (4, 3), (2, 1), (5, 40), (3, 128), (0, 1)],
-    [(4, 129)],
 )
 
 
@@ -345,7 +344,9 @@ def test_who_takes_it(monkeypatch, verify):
     taken = []
     plan = twin.page_runs
     monkeypatch.setattr(twin, "page_runs", lambda *args: taken.append(1) or plan(*args))
-    with Engine(tiny(), config=EngineConfig(reference_rows=16, verify=verify)) as engine:
+    with Engine(
+        tiny(), config=EngineConfig(reference_rows=16, max_rows=32, verify=verify)
+    ) as engine:
         for deterministic, found in ((False, True), (True, verify == "always")):
             engine.generate(prompts(2), SamplingParams(max_new_tokens=1, deterministic=True))
             del taken[:]  # whatever is probed, is probed by now
@@ -433,6 +434,7 @@ def test_a_masked_key_must_be_finite(monkeypatch):
         decode(torch.float32, lengths, pages, 128)
 
 
+@pytest.mark.crossed(0.01)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3])

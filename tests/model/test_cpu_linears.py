@@ -95,15 +95,15 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
 @pytest.mark.crossed(3)
 @both
 @pytest.mark.parametrize("reference", [4, 16])
-@pytest.mark.parametrize("verify", first(2, ["auto", "always", "padded"], 3))
+@pytest.mark.parametrize("verify", first(1, ["auto", "padded"], 3))
 def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
     model = tiny("llama", dtype)
     config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
-        assert [bits(solo(engine, needle)) for needle in needles()] == alone
-        requests = [*needles(), *crowd(random.Random(0), 20)]
+        assert [bits(solo(engine, needle)) for needle in needles()[::2]] == alone
+        requests = [*needles()[::2], *crowd(random.Random(0), 8)]
         del quick[:]
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
         assert [bits(output) for output in outputs][: len(alone)] == alone

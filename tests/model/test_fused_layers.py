@@ -88,13 +88,6 @@ def test_others_are_left_alone(family, forced, caplog):
     assert all("DecoderLayer" in message for message in told)
 
 
-def test_a_cpu_keeps_its_layers():
-    model = tiny()
-    with Engine(model, config=CONFIG) as engine:
-        assert not fused_in(engine.runner.model)
-    assert install.fuses_layers(replace(CONFIG, backend="triton"))
-
-
 @pytest.mark.crossed(0.1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -310,18 +303,6 @@ def test_probes_see_fused_functions(name, forced, no_results_on_disk):
         context.kernels = rows_matter(context.kernels, name, lambda rows: rows == 5)
         with pytest.raises(DeterminismError, match=NAMES[name]):
             engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
-
-
-@pytest.mark.slow("crosses", 1)
-@pytest.mark.parametrize("name", NAMES)
-def test_probes_see_buckets_of_fused_functions(name, forced, no_results_on_disk):
-    """Where the number of rows shows."""
-    with Engine(tiny(), config=SMALL_CONFIG) as engine:
-        context = engine.served.context
-        context.kernels = rows_matter(context.kernels, name, lambda rows: rows < 3 - len(rows))
-        broken = {fact.rows: fact.broken_by for fact in engine.contract.probe().buckets}
-        assert any(NAMES[name] in which for which in broken[2])
-        assert not any(NAMES[name] in which for which in broken[4])
 
 
 def test_fingerprints_tell_layers_apart(no_results_on_disk):

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.cpu_linears import CpuLinear, OneDnnLinear, TransposedLinear, cpu_has
@@ -15,6 +15,7 @@ from tinyspec.model.linears import KernelLinear, kernel_stand_ins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
 
 
 def served(model):
@@ -38,10 +39,10 @@ def test_an_engine_serves_plain_linears_alone():
 def test_without_the_operator_linears_stay(monkeypatch):
     """And the fingerprint says so, for the bits are others."""
     params = SamplingParams(max_new_tokens=5, deterministic=True)
-    with Engine(tiny()) as engine:
+    with Engine(tiny(), config=CONFIG) as engine:
         first = engine.generate(prompts(3), params)[0]
     monkeypatch.setattr(linears, "_works", lambda: False)
-    with Engine(tiny()) as engine:
+    with Engine(tiny(), config=CONFIG) as engine:
         assert set(served(engine.runner.model)) == {nn.Linear}
         assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
 

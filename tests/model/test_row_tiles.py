@@ -87,31 +87,30 @@ def test_tiles_leave_the_fingerprint(breaks_above):
         assert engine.fingerprint != in_tiles
 
 
-@pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded", "always"], 2))
+@pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded"], 2))
 def test_bits_are_those_of_the_reference_bucket(breaks_above, verify):
     """``verify="always"`` commits from the reference bucket alone: the oracle of the others."""
-    requests = [*needles(), *crowd(random.Random(0), 20)]
+    requests = [*needles()[::2], *crowd(random.Random(0), 8)]
     model = tiny(dtype=torch.bfloat16)
     # 24 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
     reference = 8 if verify == "direct" else 16
     config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
         del breaks_above[:]
         assert run(engine, requests)[: len(alone)] == alone
         canonical = [record for record in engine.records if record.way in ("direct", "padded")]
-        if verify != "always":
-            assert any(record.bucket > 16 for record in canonical)
+        assert any(record.bucket > 16 for record in canonical)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
     """The same passes with linears run whole: other bits, so the comparison above can fail."""
-    requests = [*needles(), *crowd(random.Random(0), 20)]
+    requests = [*needles()[::2], *crowd(random.Random(0), 8)]
     config = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40, verify="padded")
     with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
         engine.release()
         engine.served.tiles.unbind()
         monkeypatch.setattr(engine.contract, "refresh", lambda digest: [])
@@ -122,7 +121,7 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
     """A deterministic request waits behind older plain prompts, which fill canonical passes by
     themselves: their pages count as canonical, so these passes run in tiles as well."""
     model = tiny(dtype=torch.bfloat16)
-    shared = [n % 97 + 1 for n in range(400)]
+    shared = [n % 97 + 1 for n in range(300)]
     mine = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
     config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
     with Engine(model, config=config) as engine:

@@ -23,7 +23,7 @@ from tinyspec.runner import processors
 PARAMS = SamplingParams(
     max_new_tokens=4, deterministic=True, logprobs=True, temperature=0.7, seed=1
 )
-CONFIG = EngineConfig(reference_rows=8)
+CONFIG = EngineConfig(reference_rows=8, max_rows=32)
 # The last one is longer than a tile of attention.
 PROMPTS = [text(length) for length in (1, 17, 150)]
 C = torch._C
