@@ -22,6 +22,7 @@ from tinyspec.model.cpu_linears import (
     OneDnnLinear,
     TransposedLinear,
 )
+from tinyspec.model.shadow import standing_in
 
 # Which linear, and the row counts that are quicker by torch's default.
 KINDS = {
@@ -52,19 +53,19 @@ def quick(monkeypatch, no_results_on_disk):
 
 
 PRODUCTS = {
-    "transposed": (TransposedLinear, torch.bfloat16, 2**-7),
-    "oneDNN": (OneDnnLinear, torch.float32, 2**-20),
-    "oneDNN, swapped": (lambda own: OneDnnLinear(own).product_swapped, torch.float32, 2**-20),
+    "transposed": (TransposedLinear, "product", torch.bfloat16, 2**-7),
+    "oneDNN": (OneDnnLinear, "product", torch.float32, 2**-20),
+    "oneDNN, swapped": (OneDnnLinear, "product_swapped", torch.float32, 2**-20),
 }
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
-@pytest.mark.parametrize(("make", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
-def test_products(make, dtype, most, shape, bias):
+@pytest.mark.parametrize(("kind", "name", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products(kind, name, dtype, most, shape, bias):
     """The same as the linear's, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=dtype)
-    product, x = make(own), torch.randn(shape, dtype=dtype)
+    product, x = getattr(standing_in(own, kind), name), torch.randn(shape, dtype=dtype)
     with torch.no_grad():
         found, exact = product(x), own.double()(x.double())
     assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
@@ -74,7 +75,7 @@ def test_products(make, dtype, most, shape, bias):
 def test_many_rows_transposed_back():
     """From some size on by another operator: the same numbers at the same places."""
     own = nn.Linear(64, 1024, dtype=torch.bfloat16)
-    linear = TransposedLinear(own)
+    linear = standing_in(own, TransposedLinear)
     x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
     assert linears.REORDERED_ELEMENTS <= 256 * 1024
     with torch.no_grad():

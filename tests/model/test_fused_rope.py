@@ -50,9 +50,9 @@ def ways(model):
     """How each module that calls attention is served, in the order of the model."""
     patched = install.install(model, CONFIG)
     swapped = {id(own): stand_in for _, _, own, stand_in in patched.swapped}
-    kinds = {PagedAttention: "fused", type(None): "interface"}
-    found = [kinds.get(type(swapped.get(id(module))), "deferred") for module in patched.bound]
-    return found
+    found = [swapped.get(id(module)) for module in patched.bound]
+    fused = ["fused" if isinstance(made, PagedAttention) else "deferred" for made in found]
+    return [way if made else "interface" for way, made in zip(fused, found, strict=True)]
 
 
 def packed():

@@ -98,7 +98,7 @@ def test_tied_embeddings():
     assert model.lm_head.weight is table is model.model.embed_tokens.weight
     with Engine(model, config=CONFIG) as engine:
         head = engine.runner.model.lm_head
-        assert type(head) is OneDnnLinear and head.weight is table
+        assert isinstance(head, OneDnnLinear) and head.weight is table
         assert engine.fingerprint == first
         with torch.no_grad():
             table.mul_(1.5)

@@ -128,7 +128,7 @@ def test_doctor_names_it(monkeypatch):
     """The twins read what they have computed, so nothing of theirs is captured."""
     as_on_a_gpu(monkeypatch)
     report = doctor(tiny(), config=CONFIG)
-    assert "reads what the device has computed in PagedAttention" in report.eager["canonical"]
+    assert "reads what the device has computed in LlamaAttention" in report.eager["canonical"]
     assert f"canonical passes run without graphs: {report.eager['canonical']}" in str(report)
     assert doctor(tiny(), config=replace(CONFIG, backend="torch")).eager == {}
 

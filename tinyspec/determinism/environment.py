@@ -32,6 +32,7 @@ from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import distinct_linears, linear_shape
 from tinyspec.model.served_model import served_of
+from tinyspec.model.shadow import shell
 from tinyspec.model.torch_state import TorchState
 
 _C: Any = torch._C
@@ -214,7 +215,7 @@ def _linears(
         if kind is not None:
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
-            yield kind(linear).product(x)
+            yield shell(linear, kind).product(x)
 
 
 def _row_functions(

@@ -121,12 +121,7 @@ def load(backend: str) -> Kernels:
     on a CPU it need not be installed.
     """
     assert backend in MODULES, backend
-    modules = [import_module(f"{__package__}.{name}") for name in MODULES[backend]]
-    wanted = [field.name for field in fields(Kernels) if field.name != "backend"]
-    found = {
-        name: getattr(module, name)
-        for module in modules
-        for name in wanted
-        if hasattr(module, name)
-    }
-    return Kernels(backend, **found)
+    found: dict[str, Any] = {}
+    for name in MODULES[backend]:
+        found |= vars(import_module(f"{__package__}.{name}"))
+    return Kernels(backend, **{each.name: found[each.name] for each in fields(Kernels)[1:]})

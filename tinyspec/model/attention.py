@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.gradients import Tape
-from tinyspec.model.shadow import share
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.trial import eps_name
 
@@ -258,8 +258,9 @@ class AttentionContext:
         q, k, v = self.autocast.cast(q, k, v)
         scores |= vars(layer.reach)  # window and chunk
 
-        def write(q: Tensor, k: Tensor, v: Tensor, **norm: Any) -> Tensor:
+        def write(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, **norm: Any) -> Tensor:
             given, derived = (q, k, v, cos, sin, k_cache, v_cache, slots), metadata.derived
+            norm |= zip(("q_weight", "k_weight"), weights, strict=False)
             return kernels.fused_kv_write(*given, derived=derived, **norm)
 
         def written() -> Tensor:
@@ -278,10 +279,7 @@ class AttentionContext:
 
 
 class PagedAttention(nn.Module):
-    """Attention over pages with q, k, v and o projections, RoPE and optional q/k norm.
-
-    Shares weights, children and hooks of the module that it replaces.
-    """
+    """Attention over pages with q, k, v and o projections, RoPE and optional q/k norm."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -290,20 +288,13 @@ class PagedAttention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(
-        self, original: nn.Module, context: AttentionContext, scale: float, softcap: float = 0.0
-    ):
-        super().__init__()
-        share(self, original)
-        self.context = context
-        self.config: Any = original.config
-        self.head_dim: int = original.head_dim  # type: ignore[assignment]
-        self.scores = {"scale": scale, "softcap": softcap}
-        self.has_norm = hasattr(original, "q_norm")
+    head_dim: int
+    tinyspec_context: AttentionContext
+    tinyspec_scores: dict[str, float]
 
     def _norm(self) -> dict[str, Any]:
         """What the KV write needs to norm q and k: the weights may have been replaced."""
-        if not self.has_norm:
+        if not hasattr(self, "q_norm"):
             return {}
         q, k = self.q_norm, self.k_norm
         return {"q_weight": q.weight, "k_weight": k.weight, "eps": getattr(q, eps_name(q))}
@@ -314,9 +305,18 @@ class PagedAttention(nn.Module):
         """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
         rows, linears = hidden_states.shape[1], (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (linear(hidden_states).view(rows, -1, self.head_dim) for linear in linears)
-        rope = self.context.angles(position_embeddings)
-        out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)
+        context, scores = self.tinyspec_context, self.tinyspec_scores
+        rope = context.angles(position_embeddings)
+        out = context.attend(self, q, k, v, rope, self._norm(), **scores)
         return self.o_proj(out.view(1, rows, -1)), None
+
+
+def fused_attention(
+    module: nn.Module, context: AttentionContext, scale: float, softcap: float
+) -> PagedAttention:
+    """The stand-in of an attention module that has its parts."""
+    scores = {"scale": scale, "softcap": softcap}
+    return standing_in(module, PagedAttention, tinyspec_context=context, tinyspec_scores=scores)
 
 
 def paged_attention_function(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from tinyspec.model.gradients import product
 from tinyspec.model.linears import SharedLinear, is_plain
+from tinyspec.model.shadow import standing_in
 
 
 @dataclass
@@ -101,15 +102,14 @@ class CpuLinear(SharedLinear):
 
     in_features: int
     out_features: int
-
-    def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
-        super().__init__(linear)
-        self._fast_mode = fast_mode or FastMode()
+    tinyspec_fast_mode = FastMode()
+    tinyspec_mkl_rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        fast = self.fast_product(x.numel() // self.in_features) if self._fast_mode.on else None
-        return product(self.product, x, self.weight, self.bias) if fast is None else fast(x)
+        rows, fast = x.numel() // self.in_features, self.tinyspec_fast_mode.on
+        run = self.fast_product(rows) if fast else None
+        return product(self.product, x, self.weight, self.bias) if run is None else run(x)
 
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
         """What fast mode computes in the place of ``product`` for so many rows, if another."""
@@ -134,12 +134,8 @@ class CpuLinear(SharedLinear):
 class OneDnnLinear(CpuLinear):
     """fp32, by oneDNN: rows times weight, or in fast mode weight times rows."""
 
-    def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
-        super().__init__(linear, fast_mode)
-        self._mkl_rows = _mkl_rows(linear.weight.numel())
-
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        if rows <= self._mkl_rows:
+        if rows <= self.tinyspec_mkl_rows:
             return self.default
         return self.product_swapped if self.faster_swapped(rows) else None
 
@@ -203,8 +199,14 @@ def cpu_stand_ins(
         kinds[torch.float32] = OneDnnLinear
     if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
         kinds[torch.bfloat16] = TransposedLinear
+    mode = fast_mode or FastMode()
     return {
-        module: kinds[module.weight.dtype](module, fast_mode)
+        module: standing_in(
+            module,
+            kinds[module.weight.dtype],
+            tinyspec_fast_mode=mode,
+            tinyspec_mkl_rows=_mkl_rows(module.weight.numel()),
+        )
         for module in model.modules()
         if is_plain(module) and type(module) is nn.Linear
         if module.weight.device.type == "cpu" and module.weight.dtype in kinds

@@ -171,12 +171,10 @@ class Tape:
         weights, sinks = [norm.pop(f"{x}_weight", None) for x in "qk"], scores.pop("sinks", None)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            named = dict(zip(("q_weight", "k_weight"), weights, strict=True))
-            return write(q, k, v, **named, **norm), written()
+            return write(q, k, v, *weights, **norm), written()
 
-        def plain(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            named: Any = dict(zip(("q_weight", "k_weight"), weights, strict=True))
-            return norm_and_rotate(q, k, angles, **named, **norm)
+        def plain(q: Tensor, k: Tensor, v: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
+            return norm_and_rotate(q, k, angles, *weights, **norm)
 
         q, k = recomputed(run, plain, *given, *weights)
         k, v = (x[: self.segments[-1].end] for x in (k, given[2]))

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tinyspec.model.gradients import product
 from tinyspec.model.quantized import is_packed, layout
-from tinyspec.model.shadow import share
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.wrappers import has_hooks
 
 
@@ -97,22 +97,13 @@ def linear_weight(module: nn.Module) -> Tensor | None:
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# As ``nn.Linear`` and GPT-2's ``Conv1D`` call their sizes.
-SIZES = ("in_features", "out_features", "nx", "nf")
 
 
 class SharedLinear(nn.Module):
-    """Stands in for a linear layer: the same function, parameters, hooks and names of sizes."""
+    """Stands in for a linear layer: the same function of the same weights."""
 
     weight: Tensor
     bias: Tensor | None
-
-    def __init__(self, module: Any):
-        super().__init__()
-        share(self, module)
-        for name in SIZES:
-            if hasattr(module, name):
-                setattr(self, name, getattr(module, name))
 
 
 def matrix(module: Any) -> Tensor:
@@ -125,16 +116,14 @@ def matrix(module: Any) -> Tensor:
 class KernelLinear(SharedLinear):
     """A linear layer by the ``linear`` kernel."""
 
-    def __init__(self, module: nn.Module, linear: LinearFunction):
-        super().__init__(module)
-        self._linear = linear
+    tinyspec_linear: LinearFunction
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; every row by itself."""
         weight = matrix(self)
 
         def run(x: Tensor) -> Tensor:
-            out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
+            out = self.tinyspec_linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
             return out.view(*x.shape[:-1], weight.shape[0])
 
         return product(run, x, weight, self.bias)
@@ -148,7 +137,7 @@ def kernel_stand_ins(
     only: of these, the modules with these names (as in ``named_modules``); other names are ignored.
     """
     return {
-        module: KernelLinear(module, linear)
+        module: standing_in(module, KernelLinear, tinyspec_linear=linear)
         for name, module in model.named_modules()
         if only is None or name in only
         if is_plain(module) and module.weight.dtype in KERNEL_DTYPES

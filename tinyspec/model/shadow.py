@@ -197,12 +197,6 @@ def _is_own(held: Any) -> bool:
 M = TypeVar("M", bound=nn.Module)
 
 
-def share(stand_in: nn.Module, module: nn.Module) -> None:
-    """Let ``stand_in``, a new module, have the weights, children and hooks of ``module``."""
-    vars(stand_in).update((name, vars(module)[name]) for name in TABLES)
-    stand_in.training = False
-
-
 def standing_in(module: nn.Module, kind: type[M], **own: Any) -> M:
     """A ``kind`` that is of the class of ``module`` as well, and shares everything with it.
 
