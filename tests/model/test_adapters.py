@@ -110,14 +110,6 @@ def test_adapters_are_part_of_the_fingerprint():
     assert fingerprint(first.get_base_model()) == seen[1], "the wrapper is not"
 
 
-def test_a_flag_of_a_tuner_is_part_of_the_fingerprint():
-    """It may make another function of the same weights."""
-    model = lora()
-    before = fingerprint(model)
-    model.base_model.model.model.layers[0].mlp.down_proj.fan_in_fan_out = True
-    assert fingerprint(model) != before
-
-
 def test_adapters_change_while_an_engine_is_open():
     model = lora()
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))

@@ -72,18 +72,6 @@ def test_products(kind, name, dtype, most, shape, bias):
     assert (found.double() - exact).norm() <= most * exact.norm()
 
 
-def test_many_rows_transposed_back():
-    """From some size on by another operator: the same numbers at the same places."""
-    own = nn.Linear(64, 1024, dtype=torch.bfloat16)
-    linear = standing_in(own, TransposedLinear)
-    x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
-    assert linears.REORDERED_ELEMENTS <= 256 * 1024
-    with torch.no_grad():
-        found = linear(x)
-        plain = torch.mm(own.weight, x[0].t()).t() + own.bias
-    assert torch.equal(found[0], plain) and found.is_contiguous()
-
-
 @both
 def test_buckets_are_canonical_on_demand(quick, dtype):
     report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))

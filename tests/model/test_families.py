@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import tinyspec
 from tests.support import walk
 from tests.support.budget import first
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
@@ -192,17 +191,3 @@ def test_llama4_is_refused_where_it_would_count_rows():
     }.items():
         with pytest.raises(UnsupportedModelError, match=name):
             Engine(model, config=EngineConfig(**settings))
-
-
-def test_a_config_that_changes_between_calls_is_surveyed_anew():
-    model = tiny("mistral")
-    prompt = torch.tensor([walk.prompts()[1]])
-    model.config.sliding_window = None
-    tinyspec.patch(model)
-    for window in (None, 4, 16):
-        model.config.sliding_window = window
-        found = model.generate(prompt, max_new_tokens=12, do_sample=False)
-        own = tiny("mistral")
-        own.config.sliding_window = window
-        assert torch.equal(found, own.generate(prompt, max_new_tokens=12, do_sample=False))
-    tinyspec.unpatch(model)

@@ -256,27 +256,6 @@ def test_a_hook_of_later_may_write_to_the_hidden_states(family, place, forced):
     assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("part", ["model.norm", "model.layers.0.input_layernorm"])
-@pytest.mark.parametrize("change", ["epsilon", "hook", "module"])
-def test_changes_of_what_is_fused(part, change, forced):
-    """The next call has the bits of an engine that is made then."""
-    model = tiny()
-    with Engine(model, config=CONFIG) as engine:
-        before = prompt_logprobs(engine)
-        norm = model.get_submodule(part)
-        if change == "epsilon":
-            norm.variance_epsilon = 0.5
-        elif change == "hook":
-            norm.register_forward_hook(lambda module, args, out: 2 * out)
-        else:
-            parent, _, name = part.rpartition(".")
-            made = LlamaRMSNorm(64, eps=0.5)
-            setattr(model.get_submodule(parent), name, made)
-        after = prompt_logprobs(engine)
-        with Engine(model, config=CONFIG) as other:
-            assert torch.equal(prompt_logprobs(other), after) and not torch.equal(after, before)
-
-
 def rows_matter(kernels, name, where):
     """The kernels, one of which gives rows other bits ``where(rows)`` says."""
     whole = getattr(kernels, name)

@@ -35,11 +35,6 @@ def test_windows_and_chunks_of_any_size(size):
     assert found == (Reach(chunk=size) if size > 1 else Reach(window=1))
 
 
-def test_all_that_came_before():
-    assert reach_of(causal_mask_function, ROWS, None) == Reach()
-    assert reach_of(causal_mask_function, ROWS, 64) == Reach(), "a size that it ignores"
-
-
 @pytest.mark.parametrize(
     "mask",
     [

@@ -15,7 +15,7 @@ from tests.support.budget import first
 from tests.support.cases import drain
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import linear_modes
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.linears import RowTiles
@@ -61,16 +61,6 @@ def breaks_above(monkeypatch, no_results_on_disk):
 def run(engine, requests):
     outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
     return [bits(output) for output in outputs]
-
-
-def test_buckets_are_canonical_in_tiles(breaks_above, monkeypatch):
-    report = doctor(tiny(dtype=torch.bfloat16), CONFIG)
-    assert report
-    assert report.facts.sizes[-1] == 64
-    for fact in report.facts.buckets:
-        assert fact.canonical == (fact.rows <= 16 or fact.rows % 16 == 0)
-        assert (fact.rows > 16 and fact.canonical) == bool(fact.own_way)
-    assert "own way" in str(report)
 
 
 def test_tiles_leave_the_fingerprint(breaks_above):
