@@ -32,7 +32,7 @@ SETTINGS = {
 # (rows, length) of segments.
 PASSES = {
     "long-beside-short": [(1, 131072), *[(1, 700 + n) for n in range(64)]],
-    "many": [(1, 10 * n + 1) for n in range(260)],
+    "many": [(1, 20 * n + 1) for n in range(130)],
     "prompts": [(900, 900), (1, 30), (0, 0), (1100, 9000), (5, 5000)],
 }
 
