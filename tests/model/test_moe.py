@@ -7,11 +7,9 @@ not, it refuses.
 
 import random
 from dataclasses import replace
-from inspect import signature
 
 import pytest
 import torch
-from transformers.integrations.moe import use_experts_implementation
 
 from tests.support.budget import first
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
@@ -27,7 +25,8 @@ from tinyspec import (
 )
 from tinyspec.determinism import proof
 from tinyspec.kernels.twins.layers import linear
-from tinyspec.model.moe import KernelExperts, kernel_experts, kernel_forward
+from tinyspec.model.attention import AttentionContext
+from tinyspec.model.moe import KernelExperts, expert_stand_ins, kernel_experts, kernel_forward
 
 SERVED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -36,84 +35,22 @@ SMALL = replace(CONFIG, max_rows=16)
 NEEDLES = needles()[::2]
 
 
-class Config:
-    """What an experts class asks a config for."""
-
-    def __init__(self, **settings):
-        self.__dict__.update(settings)
-        self._experts_implementation = "eager"
+# Families whose experts differ: as most have them, transposed, with biases and gates apart.
+KINDS = ("mixtral", "aria_text", "gpt_oss")
 
 
-def experts_of(has_gate, is_transposed, has_bias, is_concatenated, norm, dtype=torch.float32):
-    """A module of the decorated kind, 5 experts, 24 -> 64 -> 24. Of odd widths not
-    even an activation keeps its bits, which the probe finds."""
-
-    @use_experts_implementation(
-        has_gate=has_gate,
-        is_transposed=is_transposed,
-        has_bias=has_bias,
-        is_concatenated=is_concatenated,
-        **({"has_post_expert_norm": True} if norm else {}),
-    )
-    class Experts(torch.nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            self.num_experts = 5
-            self.act_fn = torch.nn.SiLU()
-            wide = 128 if has_gate else 64
-            self.name = "gate_up_proj" if has_gate else "up_proj"
-            for name, out, width in ((self.name, wide, 24), ("down_proj", 24, 64)):
-                shape = (5, width, out) if is_transposed else (5, out, width)
-                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape) / 4))
-                if has_bias:
-                    bias = torch.nn.Parameter(torch.randn(5, out))
-                    self.register_parameter(f"{name}_bias", bias)
-            if norm:
-                self.post_expert_norm = torch.nn.RMSNorm(24)
-
-        def forward(self, x, index, weights):
-            """Every pair by itself, in the dtype of the weights."""
-            rows = []
-            for row, chosen, scales in zip(x, index, weights, strict=True):
-                total = 0
-                for expert, scale in zip(chosen, scales, strict=True):
-                    hidden = self.matmul(self.name, row[None], expert)
-                    hidden = self._apply_gate(hidden) if has_gate else self.act_fn(hidden)
-                    hidden = self.matmul("down_proj", hidden, expert)
-                    hidden = self.post_expert_norm(hidden) if norm else hidden
-                    total = total + hidden * scale
-                rows.append(total)
-            return torch.cat(rows)
-
-        def matmul(self, name, x, expert):
-            weight = getattr(self, name)[expert]
-            out = x @ (weight if is_transposed else weight.T)
-            return out + getattr(self, f"{name}_bias")[expert] if has_bias else out
-
-    if not is_concatenated:
-
-        def apart(self, gate_up):
-            return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
-
-        Experts._apply_gate = apart
-    return Experts(Config()).to(dtype).eval()
-
-
-KINDS = {
-    "plain": (True, False, False, True, False),
-    "transposed": (True, True, False, True, False),
-    "gpt_oss": (True, True, True, False, False),
-    "no gate": (False, False, False, True, False),
-}
-if "has_post_expert_norm" in signature(use_experts_implementation).parameters:  # not in 5.17
-    KINDS["norm"] = (True, False, True, True, True)
+def experts_of(kind, dtype=torch.float32):
+    """The experts of a layer, 4 of 64 -> 96 -> 64, which run one after the other by themselves."""
+    model = tiny(kind).to(dtype)
+    model.set_experts_implementation("eager")
+    return next(iter(expert_stand_ins(model, AttentionContext(), always=False)))
 
 
 def routes(rows, seed=0, slots=3):
-    """x [rows, 24], experts and weights [rows, slots], no expert twice in a row."""
+    """x [rows, 64], experts and weights [rows, slots], no expert twice in a row."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 24, generator=generator)
-    index = torch.rand(rows, 5, generator=generator).argsort(1)[:, :slots]
+    x = torch.randn(rows, 64, generator=generator)
+    index = torch.rand(rows, 4, generator=generator).argsort(1)[:, :slots]
     return x, index, torch.rand(rows, slots, generator=generator)
 
 
@@ -121,7 +58,7 @@ def routes(rows, seed=0, slots=3):
 @pytest.mark.parametrize("rows", [1, 2, 37])
 @pytest.mark.parametrize("kind", KINDS)
 def test_matches_reference(kind, rows):
-    module = experts_of(*KINDS[kind])
+    module = experts_of(kind)
     x, index, weights = routes(rows)
     expected = module(x, index, weights)
     assert close(kernel_forward(module, x, index, weights, linear), expected, OPERATOR)
@@ -133,7 +70,7 @@ def test_matches_reference(kind, rows):
 def test_row_invariant(kind, dtype):
     """A row alone, against the same row in any place, among others that choose as it does or not,
     whatever the order in which its experts are named."""
-    module = experts_of(*KINDS[kind], dtype=dtype)
+    module = experts_of(kind, dtype)
     x, index, weights = routes(40)
     x = x.to(dtype)
     alone = [

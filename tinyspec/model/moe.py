@@ -27,8 +27,8 @@ from tinyspec.model.quantized import is_packed
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 
-# A norm that a module may have behind its experts.
-NORM = "post_expert_norm"
+# The names of the two matmuls.
+FIRST, SECOND = "gate_up_proj", "down_proj"
 # An implementation whose operator autocast does not know: it runs in the dtype of the weights.
 UNCAST = "grouped_mm"
 RowFunction = tuple[str, Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]
@@ -102,29 +102,13 @@ def kernel_forward(
         return torch.cat(found).index_select(0, place)
 
     first = hidden_states.index_select(0, pairs // slots)
-    out = activate(module, project(_first(module), first))
-    out = project("down_proj", out.index_select(0, pairs))
-    if _has_norm(module):
-        out = module.post_expert_norm(out)
+    out = module._apply_gate(project(FIRST, first))
+    out = project(SECOND, out.index_select(0, pairs))
     out = (out * weights.reshape(-1, 1)).view(rows, slots, -1)
     total = out[:, 0].float()
     for slot in range(1, slots):
         total = total + out[:, slot]
     return total.to(hidden_states.dtype)
-
-
-def _first(module: Any) -> str:
-    """The name of the first matmul."""
-    return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _has_norm(module: Any) -> bool:
-    return getattr(module, f"has_{NORM}", False)
-
-
-def activate(module: Any, up: Tensor) -> Tensor:
-    """The activation between the two matmuls: up [pairs, I or 2 I] -> [pairs, I]."""
-    return module._apply_gate(up) if module.has_gate else module.act_fn(up)
 
 
 @cache
@@ -140,12 +124,13 @@ def _servable(module: Any) -> bool:
     if not _asks_interface(type(module).forward) or "forward" in vars(module):
         return False
     # A part that is not known here would be left out.
-    known = {"act_fn", NORM} if _has_norm(module) else {"act_fn"}
-    if getattr(module, "_is_expert_parallel", False) or not module._modules.keys() <= known:
+    if not module.has_gate or not module._modules.keys() <= {"act_fn"}:
+        return False
+    if getattr(module, "_is_expert_parallel", False):
         return False
     if any(isinstance(held, Tensor) for held in vars(module).values()):  # which no digest reads
         return False
-    names = _first(module), "down_proj"
+    names = FIRST, SECOND
     axes = dict.fromkeys(names, 3) | {f"{name}_bias": 2 for name in names if module.has_bias}
     held = [getattr(module, name, None) for name in axes]
     plain = [x for x in held if isinstance(x, Tensor) and not is_packed(x)]
@@ -166,27 +151,19 @@ def row_functions(experts: dict[str, KernelExperts]) -> list[RowFunction]:
     name: str
     module: Any
     for name, module in experts.items():
-        slots, down = module.tinyspec_slots, module.down_proj
-        if not slots:  # in a part of the model that does not run
-            continue
-        up = getattr(module, _first(module))
-        dtype = module.autocast.dtype or up.dtype
-        out_axis = 2 if module.is_transposed else 1
-        steps: list[tuple[str, Callable[..., Tensor], int]] = [
-            ("activation", partial(activate, module), up.shape[out_axis])
-        ]
-        if _has_norm(module):
-            steps.append(("norm", module.post_expert_norm, down.shape[out_axis]))
-        for step, fn, width in steps:
-            key = (type(module), step, slots, width, dtype)
-            entry = (name, partial(_of_pairs, fn, slots, width), (slots, width), dtype)
-            found.setdefault(key, entry)
+        if slots := module.tinyspec_slots:  # 0: in a part of the model that does not run
+            up = getattr(module, FIRST)
+            shape = slots, up.shape[2 if module.is_transposed else 1]
+            dtype = module.autocast.dtype or up.dtype
+            gate = partial(_gate, module, *shape)
+            found.setdefault((type(module), shape, dtype), (name, gate, shape, dtype))
     return list(found.values())
 
 
-def _of_pairs(fn: Callable[[Tensor], Tensor], slots: int, width: int, x: Tensor) -> Tensor:
-    """``fn``, of pairs, as a function of rows: x [1, R, slots, width] -> [1, R, slots * any]."""
-    return fn(x.reshape(-1, width)).view(1, x.shape[1], -1)
+def _gate(module: Any, slots: int, width: int, x: Tensor) -> Tensor:
+    """What stands between the matmuls, of pairs, as a function of rows: x [1, R, slots, width] ->
+    [1, R, slots * any]."""
+    return module._apply_gate(x.reshape(-1, width)).view(1, x.shape[1], -1)
 
 
 def expert_stand_ins(
