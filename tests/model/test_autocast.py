@@ -15,7 +15,7 @@ from tinyspec.model.attention import PagedAttention
 from tinyspec.model.fused_layer import FusedLayer, FusedNorm
 
 PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
-CONFIG = EngineConfig(reference_rows=8, max_rows=32)
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 
 
 def bf16() -> torch.autocast:
@@ -61,7 +61,7 @@ def test_what_a_gpu_runs(monkeypatch):
     """But for the kernels, for which the twins pose: without fused layers, which know one dtype."""
     as_on_a_gpu(monkeypatch)
     with bf16():
-        engine = engine_of(tiny(), backend="triton", reference_rows=8, max_rows=32)
+        engine = engine_of(tiny(), backend="triton", reference_rows=8, max_rows=16)
     with engine:
         alone = [bits_of(engine.generate([prompt], PARAMS))[0] for prompt in prompts(3)]
         assert bits_of(engine.generate(prompts(3), PARAMS)) == alone

@@ -87,7 +87,7 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
 @pytest.mark.parametrize("verify", first(1, ["auto", "padded"], 3))
 def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
     model = tiny("llama", dtype)
-    config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
+    config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
@@ -107,7 +107,7 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
         SamplingParams(max_new_tokens=60),
         SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True),
     )
-    config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
+    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
     with Engine(tiny(), config=config) as engine:
         engine.contract.ensure()
         first = engine.generate([[5, 6, 7]], plain)[0]

@@ -30,7 +30,7 @@ from tinyspec.model.moe import KernelExperts, expert_stand_ins, kernel_experts, 
 
 SERVED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
-CONFIG = EngineConfig(reference_rows=16, max_rows=64)
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
 SMALL = replace(CONFIG, max_rows=16)
 NEEDLES = needles()[::2]
 

@@ -20,7 +20,7 @@ from tinyspec.determinism import linear_modes
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.linears import RowTiles
 
-CONFIG = EngineConfig(reference_rows=16, max_rows=64)
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -65,7 +65,7 @@ def run(engine, requests):
 
 def test_tiles_leave_the_fingerprint(breaks_above):
     """Whether larger buckets are proven, in tiles, changes no bit. Control: another forward."""
-    with Engine(tiny(dtype=torch.bfloat16), config=replace(CONFIG, max_rows=32)) as engine:
+    with Engine(tiny(dtype=torch.bfloat16), config=replace(CONFIG, linear="never")) as engine:
         engine.warm_up()
         assert engine.served.tiles.bound
         in_tiles = engine.fingerprint
@@ -84,7 +84,7 @@ def test_bits_are_those_of_the_reference_bucket(breaks_above, verify):
     model = tiny(dtype=torch.bfloat16)
     # 24 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
     reference = 8 if verify == "direct" else 16
-    config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
+    config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
@@ -98,7 +98,7 @@ def test_bits_are_those_of_the_reference_bucket(breaks_above, verify):
 def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
     """The same passes with linears run whole: other bits, so the comparison above can fail."""
     requests = [*needles()[::2], *crowd(random.Random(0), 8)]
-    config = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40, verify="padded")
+    config = EngineConfig(reference_rows=16, max_rows=32, max_sequences=24, verify="padded")
     with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
         engine.release()
@@ -113,7 +113,7 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
     model = tiny(dtype=torch.bfloat16)
     shared = [n % 97 + 1 for n in range(300)]
     mine = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
-    config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
+    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
     with Engine(model, config=config) as engine:
         alone = bits(engine.generate([[*shared, 5]], mine)[0])
         engine.release()
