@@ -13,8 +13,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.kernels.cases import sees
 from tests.kernels.test_paged_attention import Sequence, launched, lay_out
-from tests.kernels.test_twin_attention import sees
 from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins import attention as twin

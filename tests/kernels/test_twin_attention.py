@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kernels import cases
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch, within_units
 from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels.backend import AttentionMetadata
@@ -98,31 +99,11 @@ def test_tiles_with_holes_between_them(dtype, shape):
         assert all(map(torch.equal, found, scattered))
 
 
-def sees(length, window=0, chunk=0):
-    """[length, length]: whether the row sees the key."""
-    key = torch.arange(length)
-    row = key[:, None]
-    seen = key <= row
-    if window:
-        seen &= key > row - window
-    if chunk:
-        seen &= key // chunk == row // chunk
-    return seen
-
-
-def dense(q, k, v, dtype, softcap=0.0, sinks=False, **bounds):
+def dense(q, k, v, dtype, sinks=False, **scores):
     """The definition, in ``dtype``."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = q @ k.transpose(1, 2) * (SCALE * q.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~sees(q.shape[1], **bounds), -torch.inf)
-    if sinks:
-        column = torch.linspace(-1, 2, len(q)).to(dtype)[:, None, None].expand(-1, q.shape[1], 1)
-        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+    found = torch.linspace(-1, 2, q.shape[1]) if sinks else None
+    scale = SCALE * q.shape[-1] ** -0.5
+    return cases.dense(q, k, v, dtype, scale=scale, sinks=found, **scores)
 
 
 def sdpa_error(q, k, v, scores):
@@ -132,7 +113,7 @@ def sdpa_error(q, k, v, scores):
     heads = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)]
     heads = [x.transpose(0, 1)[None] for x in heads]
     out = F.scaled_dot_product_attention(
-        *heads, attn_mask=sees(len(q), **bounds), scale=SCALE * q.shape[-1] ** -0.5
+        *heads, attn_mask=cases.sees(len(q), **bounds), scale=SCALE * q.shape[-1] ** -0.5
     )
     out = out[0].transpose(0, 1)
     return (out.double() - dense(q, k, v, torch.float64, **bounds)).norm()
