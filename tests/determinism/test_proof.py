@@ -15,8 +15,9 @@ from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import results
 from tinyspec.kernels.twins import layers as twins
+from tinyspec.model.attention import AttentionContext
 from tinyspec.model.checksum import checksum
-from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
+from tinyspec.model.cpu_linears import cpu_stand_ins
 from tinyspec.model.linears import KernelLinear
 
 SIZES = [2, 4, 8, 16]
@@ -85,7 +86,7 @@ def third_rows_nudged(whole, only):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def broken(request, monkeypatch):
     """dtype; linears with 192 outputs break fact 1 in it, and the kernel does not."""
-    served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), FastMode())
+    served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), AttentionContext())
     cls = next(map(type, served.values()), nn.Linear)
     forward = third_rows_nudged(cls.forward, lambda module: module.out_features == 192)
     monkeypatch.setattr(cls, "forward", forward)

@@ -6,6 +6,7 @@ some matrix libraries do; fp64 partial sums, so that nothing else decides the bi
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,9 +33,7 @@ def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
     whole = [part[0].clone()[None] for part in x.split(32, dim=1)]
     with torch.no_grad():
         expected = torch.cat([linear(part) for part in whole], dim=1)
-        tiles = RowTiles()
-        tiles.bind([linear], 32)
-        tiles.on = True
+        RowTiles(SimpleNamespace(canonical=True)).bind([linear], 32)
         assert torch.equal(linear(x), expected)
 
 

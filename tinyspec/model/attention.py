@@ -175,6 +175,11 @@ class AttentionContext:
 
         return block
 
+    @property
+    def canonical(self) -> bool | None:
+        """Whether the running pass is; None outside of passes."""
+        return None if self.metadata is None else self.metadata.exact
+
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
         return self.metadata is not None and self.thread == get_ident()

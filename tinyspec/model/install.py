@@ -156,7 +156,7 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         linear = served.autocast.casting(backend.load(config.backend).linear)
         served.swap(kernel_stand_ins(model, linear))
     if served.autocast.dtype is None:  # which they would not follow
-        served.swap(cpu_stand_ins(model, served.fast_mode))
+        served.swap(cpu_stand_ins(model, context))
 
 
 def _swap_attention(served: ServedModel, last: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
 from tinyspec.model.quantized import is_packed, layout
 from tinyspec.model.shadow import standing_in
@@ -158,10 +159,10 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
 
 
 class RowTiles:
-    """The layers of one model, ``bound``, that run in tiles while ``on``."""
+    """The layers of one model, ``bound``, that run in tiles in canonical passes."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, context: AttentionContext) -> None:
+        self._context = context
         self.bound: list[nn.Module] = []
 
     def bind(self, modules: Iterable[nn.Module], height: int) -> None:
@@ -183,7 +184,7 @@ class RowTiles:
         def run(x: Tensor) -> Tensor:
             """x [..., R, in] -> [..., R, out]."""
             rows = x.shape[-2]
-            if not self.on or rows <= height or rows % height:
+            if not self._context.canonical or rows <= height or rows % height:
                 return forward(x)
             if x.numel() > rows * x.shape[-1]:
                 return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)

@@ -195,7 +195,7 @@ class ModelRunner:
         look &= tape is None
         try:
             with (
-                self._forward_state(canonical),
+                self.served.autocast.on(),
                 self.graphs.looking(canonical) if look else nullcontext(),
                 hooks or nullcontext(),
             ):
@@ -209,17 +209,6 @@ class ModelRunner:
         gathered = keep is None or self.served.keeps_logits
         return logits if gathered else logits[keep], output
 
-    @contextmanager
-    def _forward_state(self, canonical: bool) -> Iterator[None]:
-        """Linears as passes run them, under the model's autocast, while the block does."""
-        served = self.served
-        served.tiles.on, served.fast_mode.on = canonical, not canonical
-        try:
-            with served.autocast.on():
-                yield
-        finally:
-            served.tiles.on = served.fast_mode.on = False
-
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a canonical pass: what makes a block that goes on from here, also after
         the pass has ended."""
@@ -227,7 +216,7 @@ class ModelRunner:
 
         @contextmanager
         def block() -> Iterator[None]:
-            with self.torch_state(gradients=True), resumed(), self._forward_state(canonical=True):
+            with self.torch_state(gradients=True), resumed(), self.served.autocast.on():
                 yield
 
         return block
