@@ -65,7 +65,7 @@ def test_lists_of_tensors():
     with Engine(model, config=CONFIG) as engine:
         assert engine.contract.refresh() is None
         own.kept[1] = torch.zeros(2)
-        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj"
+        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj.kept"
         assert engine.contract.refresh() is None
 
 

@@ -73,8 +73,8 @@ class _Structure:
         for name, module in named.items():
             self._look_into(name or type(root).__name__, module)
         shared = nn.modules.module
-        for everywhere in (shared._global_forward_hooks, shared._global_forward_pre_hooks):
-            self._add("hooks of all modules", everywhere)
+        self._add("hooks of all modules", shared._global_forward_hooks)
+        self._add("hooks before all modules", shared._global_forward_pre_hooks)
         self._held = [table for table in self._tables.values() if table]
         self._empty = [table for table in self._tables.values() if not table]
         self._contents = [_copy(table) for table in self._held]
