@@ -117,17 +117,6 @@ def scaled(layer, hidden_states, **kwargs):
     return hidden_states + 1.02 * (slower(layer, hidden_states, **kwargs) - hidden_states)
 
 
-def post_norm(layer, hidden_states, **kwargs):
-    x, _ = layer.self_attn(hidden_states=hidden_states, **kwargs)
-    x = layer.input_layernorm(hidden_states + x)
-    return layer.post_attention_layernorm(x + layer.mlp(x))
-
-
-def parallel(layer, hidden_states, **kwargs):
-    x, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-    return hidden_states + x + layer.mlp(layer.post_attention_layernorm(hidden_states))
-
-
 def without_positions(layer, hidden_states, position_ids=None, **kwargs):
     return slower(layer, hidden_states, **kwargs)
 
@@ -145,23 +134,15 @@ def gate_for_up(mlp, x):
     return mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
 
 
-def squared(mlp, x):
-    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x) ** 2)
-
-
-def biased(norm, x):
-    return LlamaRMSNorm.forward(norm, x) + 0.01
-
-
 def centred(norm, x):
     return LlamaRMSNorm.forward(norm, x - x.mean(-1, keepdim=True))
 
 
 ALTERED = {
-    "": (scaled, post_norm, parallel, without_positions, other_epsilon),
-    "mlp": (gate_for_up, squared),
-    "input_layernorm": (biased, centred),
-    "post_attention_layernorm": (biased, centred),
+    "": (scaled, without_positions, other_epsilon),
+    "mlp": (gate_for_up,),
+    "input_layernorm": (centred,),
+    "post_attention_layernorm": (centred,),
 }
 
 

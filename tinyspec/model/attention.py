@@ -299,7 +299,7 @@ class PagedAttention(nn.Module):
 
     def _norm(self) -> dict[str, Any]:
         """What the KV write needs to norm q and k: the weights may have been replaced."""
-        if not hasattr(self, "q_norm"):
+        if "q_norm" not in self._modules:
             return {}
         q, k = self.q_norm, self.k_norm
         return {"q_weight": q.weight, "k_weight": k.weight, "eps": getattr(q, eps_name(q))}

@@ -169,7 +169,7 @@ def _swap_attention(served: ServedModel, last: int) -> None:
         made = stand_ins(calls, arguments, context)
     swapped = list(made)
     for stand_in in made.values():
-        if isinstance(stand_in, PagedAttention) and hasattr(stand_in, "q_norm"):
+        if isinstance(stand_in, PagedAttention) and "q_norm" in stand_in._modules:
             swapped += [stand_in.q_norm, stand_in.k_norm]
     if (reason := swap_refusal(model, swapped)) is not None:
         raise unsupported(model, reason)
