@@ -75,7 +75,7 @@ def ints(values: list) -> Tensor:
 
 def entries() -> dict[str, Callable[[], Iterator[Call]]]:
     """By the name of a binary: launches that all have to share it."""
-    found: dict[str, Callable[[], Iterator[Call]]] = {"accept": accept_calls}
+    found: dict[str, Callable[[], Iterator[Call]]] = {"accept": accept_calls, "sort": sort_calls}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for dtype, kind in product(dtypes, VOCABULARIES):
         found[f"sample {dtype} {kind}"] = partial(sample_calls, dtype, kind)
@@ -95,6 +95,11 @@ def entries() -> dict[str, Callable[[], Iterator[Call]]]:
         found[f"gated {dtype} {kind} {activation}"] = partial(gated_calls, dtype, kind, activation)
     for dtype, kind, stored in product(dtypes, LAYERS, ("nk", "kn")):
         found[f"linear {dtype} {kind} {stored}"] = partial(linear_calls, dtype, kind, stored)
+        calls = partial(grouped_calls, dtype, kind, stored)
+        found[f"grouped {dtype} {kind} {stored}"] = calls
+    for dtype, kind, rounds in product(dtypes, ("even", "odd"), (True, False)):
+        calls = partial(add_calls, dtype, kind, rounds)
+        found[f"add {dtype} {kind} rounds={rounds}"] = calls
     return found
 
 
@@ -167,6 +172,35 @@ def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
         yield partial(
             linear, x, weight, torch.zeros(outputs + 1, dtype=dtype)[1:] if bias else None
         )
+
+
+def grouped_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
+    from tinyspec.kernels.experts import grouped_linear
+
+    for (width, outputs), pairs, bias in product(LAYERS[kind], ROWS, (True, False)):
+        # Of 65 to 128 experts; nothing is written to them.
+        shape = (128, outputs, width) if stored == "nk" else (100, width, outputs)
+        weight = torch.empty(shape, dtype=dtype)
+        weight = weight if stored == "nk" else weight.transpose(1, 2)
+        shift = torch.zeros(len(weight) + 1, outputs, dtype=dtype)[1:] if bias else None
+        x, places = torch.zeros(pairs, width, dtype=dtype), torch.zeros(pairs + 129).long()
+        yield partial(grouped_linear, x, weight, shift, places[1:], places[1:])
+
+
+def sort_calls() -> Iterator[Call]:
+    from tinyspec.kernels.experts import sort_by_expert
+
+    for rows, experts in ((1, 8), (16, 128), (777, 257)):
+        yield partial(sort_by_expert, torch.zeros(rows + 1, 3, dtype=torch.long)[1:], experts)
+
+
+def add_calls(dtype: torch.dtype, kind: str, rounds: bool) -> Iterator[Call]:
+    from tinyspec.kernels.experts import add_experts
+
+    for width, rows in product(INNER[kind], ROWS):
+        index = torch.zeros(rows + 1, 8, dtype=torch.long)[1:]
+        scales = torch.zeros(rows + 1, 8, dtype=dtype if rounds else torch.float32)[1:]
+        yield partial(add_experts, torch.zeros(8 * rows, width, dtype=dtype), scales, index, dtype)
 
 
 def add_rms_norm_calls(dtype: torch.dtype, width: int, kind: str) -> Iterator[Call]:
@@ -344,6 +378,7 @@ DOTS = {
     "attention torch.bfloat16 128 extras=False": ["wgmma.mma_async"],
     "attention torch.float32 64 extras=False": [],
     "linear torch.bfloat16 even nk": ["wgmma.mma_async"],
+    "grouped torch.bfloat16 even nk": ["wgmma.mma_async"],
     "linear torch.float32 even kn": [],
 }
 # InFlightPass behind the kernel that an entry is named after.
@@ -364,6 +399,8 @@ ESSENTIAL = {
     ("gfx942", "linear torch.bfloat16 odd kn"),
     ("sm_90", "add_rms_norm torch.bfloat16 4096 sum"),
     ("sm_90", "gated torch.bfloat16 even silu"),
+    *(("sm_90", entry) for entry in ("sort", "add torch.bfloat16 even rounds=True")),
+    ("gfx942", "grouped torch.bfloat16 odd kn"),
 }
 GRID = [
     pytest.param(
@@ -411,7 +448,10 @@ def loads_widely(target: str, entry: str) -> bool | None:
     """Whether 16 bytes are loaded at a time: where rows divide so far. None: not known."""
     kernel = entry.partition(" ")[0]
     # On gfx942 triton drops what sample told it of rows.
-    if kernel in ("accept", "kv_write", "attention") or (kernel, target) == ("sample", "gfx942"):
+    if kernel in ("accept", "sort", "kv_write", "attention") or (kernel, target) == (
+        "sample",
+        "gfx942",
+    ):
         return None
     return entry.split()[2] not in ("odd", "63")
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.budget import first
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
@@ -24,15 +25,17 @@ from tinyspec import (
     UnsupportedModelError,
 )
 from tinyspec.determinism import proof
-from tinyspec.kernels.twins.layers import linear
+from tinyspec.kernels.backend import load
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.moe import KernelExperts, expert_stand_ins, kernel_experts, kernel_forward
+from tinyspec.runner.graphs import GraphSafety
 
 SERVED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
 CONFIG = EngineConfig(reference_rows=16, max_rows=32)
 SMALL = replace(CONFIG, max_rows=16)
 NEEDLES = needles()[::2]
+KERNELS = load("torch")
 
 
 # Families whose experts differ: as most have them, transposed, with biases and gates apart.
@@ -61,7 +64,7 @@ def test_matches_reference(kind, rows):
     module = experts_of(kind)
     x, index, weights = routes(rows)
     expected = module(x, index, weights)
-    assert close(kernel_forward(module, x, index, weights, linear), expected, OPERATOR)
+    assert close(kernel_forward(module, x, index, weights, KERNELS), expected, OPERATOR)
 
 
 @torch.no_grad()
@@ -74,15 +77,64 @@ def test_row_invariant(kind, dtype):
     x, index, weights = routes(40)
     x = x.to(dtype)
     alone = [
-        kernel_forward(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], linear)
+        kernel_forward(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], KERNELS)
         for n in range(40)
     ]
     rng = random.Random(0)
     for turn in range(12):
         order = rng.sample(range(40), rng.randint(1, 40))
         flip = (lambda t: t.flip(1)) if turn % 2 else (lambda t: t)
-        given = kernel_forward(module, x[order], flip(index[order]), flip(weights[order]), linear)
+        given = kernel_forward(module, x[order], flip(index[order]), flip(weights[order]), KERNELS)
         assert torch.equal(given, torch.cat([alone[n] for n in order])), turn
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute something, which are launches on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        views = any(r.alias_info is not None for r in func._schema.returns)
+        self.count += not views and "empty" not in func.__name__
+        return out
+
+
+@torch.no_grad()
+def test_a_device_reads_nothing_and_launches_little():
+    """By the kernels a layer of Qwen3-30B-A3B's kind, of 128 experts of which a row has 8, is fit
+    for a graph, and at most 14 launches with its router. Controls: the twins are neither."""
+    config = {"num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    module = tiny("qwen3_moe", **config).model.layers[0].mlp
+    x = torch.randn(3, module.gate.weight.shape[1])
+    found = {}
+    for backend in ("torch", "triton"):
+        kernels = load(backend)
+        launched = []
+
+        def counted(name, kernels=kernels, launched=launched):
+            def run(*given, **named):
+                with torch.utils._python_dispatch._disable_current_modes():
+                    launched.append(name)
+                    return getattr(kernels, name)(*given, **named)
+
+            return run
+
+        names = ("sort_by_expert", "grouped_linear", "add_experts")
+        of_device = replace(kernels, **{name: counted(name) for name in names})
+        with Launches() as launches, GraphSafety() as safety:
+            _, weights, index = module.gate(x)
+            out = kernel_forward(module.experts, x, index, weights, of_device)
+        with GraphSafety() as whole:
+            kernel_forward(module.experts, x, index, weights, kernels)
+        assert safety.refusal is None and launched == [names[0], *names[1:2] * 2, names[2]]
+        found[backend] = launches.count + len(launched), out
+        if backend == "torch":
+            assert whole.refusal is not None
+    assert found["triton"][0] <= 14, found
+    assert close(*(out for _, out in found.values()), OPERATOR)
 
 
 @pytest.mark.crossed(5)

@@ -24,7 +24,7 @@ from torch import Tensor
 PREFIXES = ("CUBLAS", "TORCH_CUBLAS", "NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUDA_LT")
 LOGS = "_LOG"
 MODULES = {
-    "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states"),
+    "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states", "experts"),
     "torch": ("twins.layers", "twins.attention", "twins.sample"),
 }
 
@@ -44,6 +44,9 @@ class Kernels:
     linear: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     gated: Callable[..., Any]
+    sort_by_expert: Callable[..., Any]
+    grouped_linear: Callable[..., Any]
+    add_experts: Callable[..., Any]
 
 
 @dataclass

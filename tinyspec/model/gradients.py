@@ -62,11 +62,11 @@ def product(
 ) -> Tensor:
     """``run(x)``: rows x [..., in] times weight [out, in], plus bias [out], whatever computes it,
     and in which dtype; with gradients of all three where they are asked for."""
-    found: Tensor = evaluated(lambda x, *_: run(x), _of_product, x, weight, bias)
+    found: Tensor = evaluated(lambda x, *_: run(x), of_product, x, weight, bias)
     return found
 
 
-def _of_product(
+def of_product(
     asked: Sequence[bool], given: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> list[Tensor | None]:
     (x, weight, _), (grad,) = given, grads
