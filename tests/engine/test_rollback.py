@@ -1,8 +1,5 @@
 """Verify, commit, rollback: what is kept is what a sequence that never drafted has."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +9,6 @@ from tests.support.pages import read_pages
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.scheduler.sequence_table import SequenceTable
 from tinyspec.tools.demo import BUNDLED
 
 PARAMS = SamplingParams(max_new_tokens=60, deterministic=True, logprobs=True)
@@ -129,36 +125,3 @@ def test_kv_of_a_failed_plain_draft_is_not_canonical():
         assert any(computed > 10 for _, computed in seen)
         # The prompt at most: the rest was computed by passes of other sizes.
         assert max(canonical for canonical, _ in seen) <= 7
-
-
-def accepted(drafts, targets, good, most, stops):
-    """The rules of a verify, token by token."""
-    committed = agreed = 0
-    for place, token in enumerate(targets[:good]):
-        committed += 1
-        right = place < len(drafts) and drafts[place] == token
-        agreed += right
-        if token in stops or committed == most:
-            return committed, agreed, 0, True
-        if not right:
-            return committed, agreed, 0, False
-    return committed, agreed, len(drafts) - committed, False
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_a_verify_commits(seed):
-    """Stops, ends, drafts of which some have no row, tokens that are missing; of all at once."""
-    rng, table, expected, good = random.Random(seed), SequenceTable(8), [], []
-    targets = [rng.choices(range(3), k=6) for _ in range(8)]
-    for row, own in enumerate(targets):
-        most = rng.randint(1, 7)
-        count = rng.randint(0, min(5, most - 1))
-        stops = tuple(rng.sample(range(3), rng.randint(0, 2)))
-        drafts = [token if rng.random() < 0.8 else 5 for token in own[:count]]
-        table.add(None, [1, 2], stops, most=2 + most)
-        table.set_ids(row, 2, drafts)
-        table.num_drafts[row] = count
-        good.append(rng.randint(1, count + 1))
-        expected.append(accepted(drafts, own, good[-1], most, stops))
-    found = table.accept(np.arange(8), np.array(targets), np.array(good))
-    assert list(zip(*(column.tolist() for column in found), strict=True)) == expected

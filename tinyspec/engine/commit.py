@@ -86,11 +86,11 @@ class Committer:
         if supplied := table.places("supplied", new.rows):
             self._keep_logits(new.only(np.array(supplied)), found)
             new = new.only(np.delete(np.arange(len(new.rows)), supplied))
-        if np.count_nonzero(new.verified):
-            self._commit_newest(new.only(~new.verified), found)
-            self._commit_verified(new.only(new.verified), found)
-        else:
+        if found.decisions is None:
             self._commit_newest(new, found)
+        else:
+            self._commit_newest(new.only(new.verified < 0), found)
+            self._commit_verified(new.only(new.verified >= 0), found, found.decisions)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
@@ -139,20 +139,21 @@ class Committer:
         self.table.draft(new.rows[drafting], found.tokens[new.firsts[drafting]])
         self.record.drafted += int(drafting.sum())
 
-    def _commit_verified(self, new: NewTokens, found: Sampled) -> None:
-        """Of each, all of which verify drafts, what ``SequenceTable.accept`` says; those whose
-        logits are not finite somewhere are verified up to there, and run again without drafts."""
+    def _commit_verified(self, new: NewTokens, found: Sampled, decisions: Array) -> None:
+        """Of each, all of which verify drafts, what ``accept_truncate`` decided; those whose logits
+        are not finite somewhere are verified up to there, and run again without drafts."""
+        if not len(new.rows):
+            return
         table, record = self.table, self.record
         given, place = new.counts[:, None], np.arange(new.counts.max())
         places = new.firsts[:, None] + np.minimum(place, given - 1)
         good = ((found.tokens[places] >= 0) & (place < given)).cumprod(1).sum(1)
         broken = [table.sequences[row] for row in new.rows[good < new.counts].tolist()]
-        rows, places, good = new.rows[good > 0], places[good > 0], good[good > 0]
-        drafts, length = table.num_drafts[rows], table.length[rows]
-        committed, agreed, left, stopped = table.accept(rows, found.tokens[places], good)
+        new, places = new.only(good > 0), places[good > 0]
+        rows, drafts = new.rows, table.num_drafts[new.rows]
+        committed, agreed, left, freed, stopped = decisions[:, new.verified].astype(np.int64)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
-        pages = -(-(length - 1 + committed + left) // self.admission.pool.page_size)
-        counts, ended = self._append(rows, committed, places, stopped, found)
+        counts, ended = self._append(rows, committed, places, stopped > 0, found)
         accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
         table.accepted[rows] += accepted
@@ -164,10 +165,12 @@ class Committer:
         self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
         self._finish(rows, ended)
         unfinished = table.generation_id[rows] > 0
+        # The newest draft was not known to be none when the decision was made.
+        left = np.minimum(left, np.maximum(drafts - committed, 0))
         table.num_drafts[rows[unfinished]] = left[unfinished]
         done = rows[unfinished & (left == 0)]
         table.proposed[done] = table.draft_ended[done] = False
-        for row in rows[unfinished & (table.num_pages[rows] > pages)].tolist():
+        for row in rows[unfinished & (freed > 0)].tolist():
             sequence = table.sequences[row]
             self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
         for sequence in broken:

@@ -16,7 +16,7 @@ import numpy as np
 from tinyspec.config import EngineConfig
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.drafter import Drafter, NgramDrafter, proposals
-from tinyspec.engine.in_flight import InFlightPass, special_row
+from tinyspec.engine.in_flight import Comparison, InFlightPass, special_row
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
 from tinyspec.runner.device_queue import Pending, to_device
@@ -209,12 +209,14 @@ class EngineCore:
             drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
+        if launched.verifies:
+            launched.comparison = Comparison(launched, before, runner.device)
         launched.packed = runner.memory.pack(launched.work_pass, fresh, wanted, newest)
         if self.thinker is not None:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
 
     def compute(self, launched: InFlightPass) -> Sampling:
-        """The forward, and what is sampled from its logits."""
+        """The forward, what is sampled from its logits, and decisions on drafts."""
         if launched.error is not None:
             raise launched.error
         runner, sampler, hooks = self.runner, self.sampler, None
@@ -229,6 +231,9 @@ class EngineCore:
             logits = logits[first:]
         sampling = sampler.sample(logits, launched.samples)
         sampling.prompt_logprobs = prompt_logprobs
+        if (comparison := launched.comparison) is not None:
+            given = sampler.kernels, runner.page_size, sampling.tokens, newest
+            sampling.decisions = comparison.run(*given)
         return sampling
 
     def _samples(self, launched: InFlightPass) -> SampleBatch:

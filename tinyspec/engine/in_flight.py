@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from tinyspec.kernels.backend import Kernels
 from tinyspec.runner.batch import PackedPass
-from tinyspec.runner.device_queue import Pending
+from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.processors import SpecialRow
 from tinyspec.runner.sampler import SampleBatch, Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
@@ -23,7 +25,7 @@ from tinyspec.thinking.taps import ThinkingRows
 @dataclass
 class NewTokens:
     """Of n sequences, [n] each: rows of the table, where the tokens of each are among those
-    sampled, how many there are, and whether they verify drafts."""
+    sampled, how many there are, and its place among those that verify drafts, or -1."""
 
     rows: Array
     firsts: Array
@@ -47,9 +49,10 @@ class InFlightPass:
     unscored: (work, position, next token) of prompt rows whose logits give a log-probability that
     is missing. thinking: rows of prompts that are thought about.
 
-    For the device, once it is packed: packed, samples; targets [P]: tokens of prompts whose
-    log-probabilities the first P rows of logits give; before: a pass whose results were not in,
-    until this one has run, which takes tokens where they lie; error: why it could not be packed.
+    For the device, once it is packed: packed, samples; comparison: of drafts with what is sampled;
+    targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give; before:
+    a pass whose results were not in, until this one has run, which takes tokens where they lie;
+    error: why it could not be packed.
     """
 
     work_pass: Pass
@@ -64,6 +67,7 @@ class InFlightPass:
     thinking: ThinkingRows | None = None
     packed: PackedPass = field(init=False)
     samples: SampleBatch = field(init=False)
+    comparison: Comparison | None = None
     targets: Tensor | None = None
     before: InFlightPass | None = None
     error: Exception | None = None
@@ -88,7 +92,8 @@ class InFlightPass:
             work = np.concatenate([work, [n for n, _ in started]]).astype(np.int64)
             rows, counts = works.rows[work], works.yields[work]
             firsts = counts.cumsum() - counts
-        verified = (table.num_drafts[rows] > 0) & (works.kinds[work] != DRAFT)
+        verifies = (table.num_drafts[rows] > 0) & (works.kinds[work] != DRAFT)
+        verified = np.where(verifies, verifies.cumsum() - 1, -1)
         ids, unscored = table.generation_id[works.rows], _unscored(work_pass)
         new = NewTokens(rows, firsts, counts, verified)
         return cls(work_pass, record, ids, work, new, siblings, leads, unscored)
@@ -109,7 +114,12 @@ class InFlightPass:
         """Whether all but the ids of its tokens is known: each of its sequences gets one token or
         one draft, none starts, and nothing is thought about."""
         thinks = self.thinking is not None and bool(self.thinking.spans)
-        return not (self.new.verified.any() or self.leads or self.pending.failed or thinks)
+        return not (self.verifies or self.leads or self.pending.failed or thinks)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any of its sequences has drafts to verify."""
+        return bool(np.count_nonzero(self.new.verified >= 0))
 
     @contextmanager
     def committed_ahead(self) -> Iterator[None]:
@@ -154,6 +164,48 @@ def _unscored(work_pass: Pass) -> list[tuple[int, int, int]]:
         positions = range(int(works.starts[n]), min(int(works.ends[n]), len(prompt) - 1))
         found += [(n, p, prompt[p + 1]) for p in positions if known[p + 1] is None]
     return found
+
+
+class Comparison:
+    """What ``accept_truncate`` reads, for the S sequences of a pass that have drafts to verify."""
+
+    def __init__(self, launched: InFlightPass, before: InFlightPass | None, device: torch.device):
+        """before: whose tokens are the newest drafts of some, which have no ids yet."""
+        table, new = launched.work_pass.table, launched.new.only(launched.new.verified >= 0)
+        rows, firsts, counts = new.rows, new.firsts, new.counts
+        unknown = np.full(len(rows), -1) if before is None else before.sources(rows)
+        drafts, lengths = table.num_drafts[rows], table.length[rows]
+        place = np.arange(max(int(counts.max()), int(drafts.max())))
+        columns = np.minimum(lengths[:, None] + place, table.ids.shape[1] - 1)
+        guesses = table.ids[rows[:, None], columns]
+        guesses[place >= drafts[:, None]] = -1
+        some = np.flatnonzero(unknown >= 0)
+        last = np.stack([some, drafts[some] - 1, unknown[some]])
+        places = firsts[:, None] + np.minimum(place, counts[:, None] - 1)
+        numbers = drafts, lengths - 1, table.most[rows] - lengths, table.num_pages[rows]
+        self._guesses, self._places, self._excess, self._stops = (
+            to_device(x, device)
+            for x in (guesses, places, place >= counts[:, None], table.stops[rows])
+        )
+        packed = to_device(np.stack(numbers).astype(np.int32), device)
+        self._drafts, self._starts, self._remaining, self._pages = packed.unbind()
+        self._last = to_device(last, device) if len(some) else None
+
+    def run(
+        self, kernels: Kernels, page_size: int, tokens: Tensor, before: Tensor | None
+    ) -> Tensor:
+        """Decisions [5, S] int32 on the sampled ``tokens``; before: those of the pass before. A
+        sequence is verified up to its first row without a token; where that is its first row, its
+        decision means nothing."""
+        targets = tokens[self._places].masked_fill_(self._excess, -1)
+        good = (targets >= 0).long().cumprod(1).sum(1).clamp_(min=1).int()
+        if self._last is not None:
+            assert before is not None
+            sequence, place, source = self._last
+            self._guesses[sequence, place] = before[source]
+        held = (self._drafts, self._starts, self._remaining, self._stops, self._pages)
+        found = kernels.accept_truncate(self._guesses, targets, good, *held, page_size)
+        return torch.stack(found)
 
 
 def special_row(sequence: Sequence, position: int, forced: int = -1) -> SpecialRow:

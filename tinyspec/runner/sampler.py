@@ -75,13 +75,15 @@ class SpecialResult:
 @dataclass
 class Sampling:
     """What was sampled, on the device. tokens [N] int64, -1 where there is none; logprobs [N] fp32
-    if any row asked for its token's. prompt_logprobs [P] fp32: of a pass. special, errors: rows
-    that need more and what processors raised, by place; scores: what ``kernels`` sampled from, of
-    which ``temperature`` [N] is still to be taken."""
+    if any row asked for its token's. Of a pass: prompt_logprobs [P] fp32; decisions [5, S] int32 of
+    ``accept_truncate``, in its order. special, errors: rows that need more and what processors
+    raised, by place; scores: what ``kernels`` sampled from, of which ``temperature`` [N] is still
+    to be taken."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
     prompt_logprobs: Tensor | None = field(default=None, init=False)
+    decisions: Tensor | None = field(default=None, init=False)
     special: dict[int, SpecialRow] = field(default_factory=dict)
     errors: dict[int, tuple[str, Exception]] = field(default_factory=dict)
     scores: Scores | None = None
@@ -90,7 +92,7 @@ class Sampling:
 
     def tensors(self) -> list[Tensor | None]:
         """What is fetched."""
-        return [self.tokens, self.logprobs, self.prompt_logprobs]
+        return [self.tokens, self.logprobs, self.prompt_logprobs, self.decisions]
 
     def on_host(self, tokens: Array, *fetched: Any) -> Sampled:
         """The same with what special rows have besides; tokens, fetched: ``tensors`` there."""
@@ -135,6 +137,7 @@ class Sampled:
     tokens: Array
     logprobs: Array | None = None
     prompt_logprobs: Array | None = None
+    decisions: Array | None = None
     special: dict[int, SpecialResult] = field(default_factory=dict)
 
 

@@ -255,27 +255,6 @@ class SequenceTable(Columns):
         self.num_drafts[rows] += 1
         self.drafted[rows] += 1
 
-    def accept(self, rows: Array, targets: Array, good: Array) -> tuple[Array, Array, Array, Array]:
-        """What a verify commits of each of ``rows`` [n], whose drafts guessed ``targets`` [n, W],
-        of which the first ``good`` [n] count: how many tokens, how many of these are its drafts,
-        how many drafts behind them are still to be verified, and whether a stop token or its length
-        ends it. Method: LLM-42, arXiv 2601.17768."""
-        width, drafts, length = targets.shape[1], self.num_drafts[rows], self.length[rows]
-        place = np.arange(width)
-        columns = np.minimum(length[:, None] + place, self.ids.shape[1] - 1)
-        right = self.ids[rows[:, None], columns] == targets
-        right &= place < np.minimum(drafts, good)[:, None]
-        agreed, remaining = right.cumprod(1).sum(1), self.most[rows] - length
-        # A token is committed when every one before it agreed with its draft.
-        committed = np.minimum(np.minimum(agreed + 1, good), remaining)
-        stops = (self.stops[rows][:, None] == targets[:, :, None]).any(2)
-        at_stop = np.where(stops & (place < committed[:, None]), place, width).min(1)
-        committed = np.minimum(committed, at_stop + 1)
-        agreed, stopped = np.minimum(agreed, committed), at_stop < width
-        stopped |= committed == remaining
-        left = np.where((agreed == committed) & ~stopped, drafts - committed, 0)
-        return committed, agreed, left, stopped
-
     def mark_final(self, rows: Array) -> None:
         """After a commit: all KV before the newest token is final."""
         computed = self.length[rows] - 1
