@@ -20,7 +20,7 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 
-from tests.support.hooks import Backwards, InPlace, Only, Sure, Until
+from tests.support.hooks import Backwards, Only, Sure, Until
 from tests.support.judge import (
     BASE,
     BLOCK,
@@ -48,33 +48,22 @@ def infinite(input_ids, scores):
     return scores
 
 
-# Settings that change the greedy tokens; g: what follows ROWS in greedy decoding.
+# Settings that change the greedy tokens, beside those of test_random.py; g: what follows ROWS in
+# greedy decoding.
 PROCESSORS = {
     "repetition-penalty": lambda g: {"repetition_penalty": 3.0},
-    "no-repeat-ngram": lambda g: {"repetition_penalty": 0.3, "no_repeat_ngram_size": 2},
-    "encoder-penalty": lambda g: {"encoder_repetition_penalty": 6.0},
-    "encoder-ngram": lambda g: {
-        "encoder_repetition_penalty": 9.0,
-        "encoder_no_repeat_ngram_size": 1,
-    },
-    "bad-words": lambda g: {"bad_words_ids": [[g[0][0]], [g[1][2], g[1][3]], [g[2][5]]]},
     "suppress": lambda g: {"suppress_tokens": [row[2] for row in g]},
-    "begin-suppress": lambda g: {"begin_suppress_tokens": [row[0] for row in g]},
     "sequence-bias": lambda g: {"sequence_bias": {(g[0][1],): -20.0, (g[1][0], 9): 30.0}},
     "sequence-bias-lists": lambda g: {"sequence_bias": [[[g[0][1]], -20.0], [[g[3][0], 9], 30.0]]},
-    "forced-bos": lambda g: {"forced_bos_token_id": 11},
     "forced-eos": lambda g: {"forced_eos_token_id": 12},
     "forced-eos-list": lambda g: {"forced_eos_token_id": [12, 13], "max_new_tokens": 5},
-    "eos": lambda g: {"eos_token_id": g[0][4]},
     "eos-list": lambda g: {"eos_token_id": [g[0][4], g[1][2], g[3][6]]},
     "eos-is-pad": lambda g: {"eos_token_id": g[0][4], "pad_token_id": g[0][4]},
     "pad-falls-back-to-eos": lambda g: {"eos_token_id": g[0][4], "pad_token_id": None},
     "min-new-tokens": lambda g: {"eos_token_id": [row[2] for row in g], "min_new_tokens": 6},
-    "min-length": lambda g: {"eos_token_id": [row[2] for row in g], "min_length": 12},
     "decay": lambda g: {"eos_token_id": 3, "exponential_decay_length_penalty": (2, 2.5)},
     "custom-double": lambda g: {"logits_processor": [lambda ids, scores: -scores.double()]},
     "custom-infinite": lambda g: {"logits_processor": [infinite]},
-    "custom-in-place": lambda g: {"logits_processor": [InPlace()]},
     "allowed": lambda g: {"prefix_allowed_tokens_fn": lambda n, ids: [int(ids[-1]) // 2, 5 + n]},
     "custom-list": lambda g: {"logits_processor": LogitsProcessorList([Only(), Backwards()])},
     "custom-of-a-made-type": lambda g: {
@@ -94,10 +83,6 @@ PROCESSORS = {
     "criterion-max-length": lambda g: {
         "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)]),
         "max_new_tokens": 30,
-    },
-    "criterion-stops-sooner": lambda g: {
-        "stopping_criteria": [Until(7), Until(30)],
-        "eos_token_id": g[1][3],
     },
     "criterion-of-scores": lambda g: {**DICT, "stopping_criteria": [Sure()]},
     "criterion-eos": lambda g: {"stopping_criteria": [EosTokenCriteria(g[0][4])]},
@@ -137,9 +122,9 @@ QUIET = {
 
 # The table on one family, and what touches a model on the others.
 # Code of the user's that sees all rows of a call, padded, or their numbers.
-OF_ALL_ROWS = ("criterion", "criterion-stops-sooner", "criterion-of-scores", "allowed")
+OF_ALL_ROWS = ("criterion", "criterion-of-scores", "allowed")
 # What transformers makes of a padded block before it calls ``custom_generate``.
-OF_PADS = ("encoder-ngram", "max-length")
+OF_PADS = ("max-length",)
 ELSEWHERE = ("greedy", "custom-list", "criterion")
 CASES = [("llama", name) for name in [*PROCESSORS, *QUIET]]
 CASES += [(family, name) for family in FAMILIES[1:] for name in ELSEWHERE]

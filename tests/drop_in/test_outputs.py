@@ -64,41 +64,6 @@ def test_dict_outputs_equal_transformers(wanted):
     assert given.attentions is None and given.hidden_states is None
 
 
-WARPERS = {
-    "defaults": {},
-    "hot": {"temperature": 2.5, "top_k": 0},
-    "top-k-above-vocabulary": {"top_k": 1000},
-    "all": {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
-    "all-processed": {
-        "temperature": 0.8,
-        "top_k": 9,
-        "repetition_penalty": 2.0,
-        "bad_words_ids": [[3]],
-    },
-    "temperature-none": {"temperature": None, "top_p": None},
-}
-
-
-@pytest.mark.parametrize("settings", WARPERS.values(), ids=WARPERS)
-def test_sampled_scores_equal_transformers(settings):
-    """One token each: the distribution that it is drawn from, tokens excluded included."""
-    model, own = pair()
-    settings = {
-        **BASE,
-        "max_new_tokens": 1,
-        "do_sample": True,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        **settings,
-    }
-    given = model.generate(BLOCK, attention_mask=MASK, **settings)
-    for number, theirs in enumerate(by_row(own, ROWS, lambda: settings)):
-        assert close((given.scores[0][number : number + 1],), theirs.scores)
-        assert given.scores[0][number, given.sequences[number, -1]] > -torch.inf
-    other = by_row(own, ROWS, lambda: {**settings, "temperature": 1.9, "top_k": 5})
-    assert not close((given.scores[0][:1],), other[0].scores), "control"
-
-
 def test_return_sequences_equal_transformers():
     (model, own), count = pair(), 3
     settings = lambda: {  # noqa: E731

@@ -229,35 +229,3 @@ def test_the_thinker_is_right_at_length(share):
     made, _, outputs = read_by_the_thinker(share, 500)
     answers, thoughts = right(made, outputs)
     assert answers >= 0.98 and thoughts >= 0.998
-
-
-PHRASINGS = {
-    COINS: "heads",
-    "A coin's state is heads. What's the state? A:": "heads",
-    "A coin's state is tails. Alice flips, Alice flips, then Alice flips. What's the state? A:": (
-        "heads"
-    ),
-    "The coin is tails up. Bob doesn't flip. Then Alice flips the coin. What is the state? A:": (
-        "heads"
-    ),
-    "A coin's state is heads. Alice does not flip, the wind moves over the hill, then Bob flips. "
-    "What's the state of the coin? A:": "tails",
-    # Names that are not in the vocabulary.
-    "A coin\u2019s state is heads. Zo\u00eb flips, then O'Neill does not flip. What's "
-    "the state? A:": "tails",
-}
-
-
-def test_the_seeds_sentence_and_other_phrasings(caplog):
-    """Read as they are written, without an unknown word; control: the same with a flip more."""
-    params = SamplingParams(max_new_tokens=4, thinking=True, deterministic=True)
-    with Engine.from_pretrained(THINKER) as engine:
-        outputs = engine.generate(list(PHRASINGS), params)
-        assert "unknown to the tokenizer" not in caplog.text
-        assert [o.completions[0].text.strip() for o in outputs] == [
-            f"{side}." for side in PHRASINGS.values()
-        ]
-        assert all(o.completions[0].finish_reason == "stop" for o in outputs)
-        more = COINS.replace("Bob flips", "Bob flips, then zork Bob flips")
-        (output,) = engine.generate([more], params)
-        assert output.completions[0].text.strip() == "tails." and "'zork'" in caplog.text

@@ -141,18 +141,6 @@ def test_a_layer_that_breaks_the_reference_bucket_end_to_end():
         engine.generate([[1, 2]], DETERMINISTIC)
 
 
-@pytest.mark.slow("crosses", 4)
-def test_keys_that_differ_where_no_logit_does():
-    """The last layer's attention counts for nothing, so that only its keys can tell."""
-    model = sound()
-    attention = model.model.layers[1].self_attn
-    with torch.no_grad():
-        attention.o_proj.weight.zero_()
-    control = doctor(model, CONFIG)
-    attention.k_proj = Nudges(attention.k_proj, rows=16, row=11)
-    assert not broken_by(control) and broken_by(doctor(model, CONFIG)) == {16: ["model"]}
-
-
 def test_a_rare_difference_of_attention(no_results_on_disk):
     """That only the many rows of a doctor show: the engine refuses from then on."""
     with Engine(sound(), config=CONFIG) as engine:
