@@ -23,6 +23,7 @@ _NAMES = {
 OTHER_NAMES = {
     name: f"it is called {own}" for own, names in _NAMES.items() for name in names.split()
 }
+OTHER_NAMES |= dict.fromkeys(("best_of", "num_beams"), "there is none")
 
 # Characters of a value in a message.
 LONGEST = 400
