@@ -90,16 +90,13 @@ Attend = Callable[..., tuple[Tensor, None]]
 class PendingRope(NamedTuple):
     """The rotation of a layer's q and k that is left to the KV write.
 
-    owner: the layer's ``DeferredRope``. q, k: unrotated. whole: the attention interface gets these
-    very tensors. angles: cos and sin [R, rot].
+    owner: the layer's ``DeferredRope``. q, k: unrotated. angles: cos and sin [R, rot].
     """
 
-    owner: object
+    owner: Any
     q: Tensor
     k: Tensor
-    whole: bool
     angles: tuple[Tensor, Tensor]
-    interleaved: bool
 
 
 class AttentionContext:
@@ -199,7 +196,7 @@ class AttentionContext:
             return None
         rope, self._pending = self._pending, None
         own = rope.owner is vars(module).get("tinyspec_rope")
-        if not own or (rope.whole and not (q is rope.q and k is rope.k)):
+        if not own or (rope.owner.whole and not (q is rope.q and k is rope.k)):
             raise RuntimeError(
                 f"{type(module).__name__} called attention with other q and k than were rotated "
                 "before, unlike when the model was loaded: this must not depend on its rows"
@@ -343,7 +340,7 @@ def paged_attention_function(
         return context.recorder(module, query, key, value, attention_mask, scale=scale, **known)
     rope = context.take_rope(module, query, key)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    form = {"interleaved": True} if rope and rope.interleaved else {}
+    form = {"interleaved": True} if rope and rope.owner.rope.interleaved else {}
     scores = {"scale": scale, "softcap": softcap or 0.0, "sinks": s_aux}
     out = context.attend(module, q, k, v, rope and rope.angles, form, **scores)
     return out[None], None

@@ -91,7 +91,7 @@ class DeferredRope:
         if not context.serves() or list(cos.shape[:2]) != [1, q.shape[2]]:
             return self.rotate(q, k, cos, sin, *args, **kwargs)
         angles = context.angles((cos, sin), layout=rope)
-        context.leave_rope(PendingRope(self, q, k, self.whole, angles, rope.interleaved))
+        context.leave_rope(PendingRope(self, q, k, angles))
         self.left = True
         return q, k
 

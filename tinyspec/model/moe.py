@@ -4,9 +4,10 @@ How many rows an expert gets depends on the values of the rows, so no probe of s
 matmuls. Rows of ``grouped_linear`` do not depend on how many there are, and all other shapes here
 depend on the bucket alone: a row keeps its bits.
 
-Served are modules that call transformers' experts interface (``use_experts_implementation``) with
-unpacked weights [E, out, in], or [E, in, out] where they say so. Others stay as they are, and
-``probes/routing`` finds them. Knows neither routers nor which bucket is canonical.
+Served are modules that call transformers' experts interface (``use_experts_implementation``) with a
+gate, nothing behind the second matmul, and unpacked weights [E, out, in], or [E, in, out] where
+they say so. Others stay as they are, and the proof finds them. Knows neither routers nor which
+bucket is canonical.
 """
 
 from __future__ import annotations
