@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from tests.support import signals
-from tests.support.cases import bits_of, greedy, model_of, one_by_one, run, steady, text, whole
+from tests.support.cases import (
+    bits_of,
+    engine_of,
+    greedy,
+    model_of,
+    one_by_one,
+    run,
+    steady,
+    text,
+    whole,
+)
 from tests.support.mixes import bits
 from tests.support.tiny import VOCAB, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -17,7 +27,7 @@ DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=T
 
 def test_interrupt_leaves_a_usable_engine(sigint):
     """Ctrl-C at any moment of a long generate: in its preparation, its prompts, its decoding."""
-    with Engine(tiny()) as engine:
+    with engine_of(tiny()) as engine:
         expected = bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0])
         for call in (1, 700, 3000, 11_000):
             with pytest.raises(KeyboardInterrupt), signals.interrupt_at_call(call):
@@ -39,7 +49,7 @@ def on_new_weights(engine, request_id):
 @pytest.mark.parametrize("end", [given_up, on_new_weights])
 def test_a_stream_says_that_it_was_cut_short(end):
     """Its last event carries finish_reason, whatever ended the request."""
-    with Engine(tiny()) as engine:
+    with engine_of(tiny()) as engine:
         stream = engine.stream(prompts(4)[3:], DETERMINISTIC)
         events = [next(stream)]
         end(engine, events[0].request_id)
@@ -63,7 +73,7 @@ def poisoned(token):
 
 def unused_token():
     """A token that neither the needle nor its continuation holds."""
-    with Engine(tiny()) as engine:
+    with engine_of(tiny()) as engine:
         output = engine.generate([[5, 9, 11]], DETERMINISTIC)[0]
     held = {5, 9, 11, *output.completions[0].token_ids}
     return next(t for t in range(VOCAB) if t not in held), bits(output)
@@ -73,7 +83,7 @@ def unused_token():
 def test_a_request_that_is_not_finite_fails_alone(long):
     """It has the first page, with which shorter rows of the page table are filled up."""
     token, _ = unused_token()
-    config = EngineConfig(page_size=16, max_rows=256, reference_rows=16)
+    config = EngineConfig(page_size=16, reference_rows=16)
     with Engine(tiny(), config=config) as engine:
         expected = bits(engine.generate([[5, 9, 11]], DETERMINISTIC)[0])
     with Engine(poisoned(token), config=config) as engine:
@@ -177,7 +187,7 @@ def test_a_poisonous_draft_beside_good_ones(place):
     drafter.follow = lambda sequence, n: (
         [*own[len(sequence) - 3 :][:place], token] if sequence[0] == 5 else [1, 2, 3]
     )
-    with Engine(poisoned(token), config=EngineConfig(drafter=drafter)) as engine:
+    with engine_of(poisoned(token), drafter=drafter) as engine:
         mixed = [[5, 9, 11], text(20, seed=1), [5, 9, 11]]
         outputs = engine.generate(mixed, DETERMINISTIC)
         assert bits(outputs[0]) == bits(outputs[2]) == expected

@@ -92,12 +92,12 @@ def test_the_pool_does_not_choose_how_many_tokens():
     for no fewer tokens, nor of a call that gives its numbers."""
     most, found = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True), []
     for pages in (7, 12):
-        config = EngineConfig(page_size=16, max_model_len=100, num_pages=pages)
+        config = EngineConfig(reference_rows=16, page_size=16, max_model_len=100, num_pages=pages)
         with Engine(tiny(), config=config) as engine:
             (output,) = engine.generate([PROMPTS[0]], most)
             found.append((output.fingerprint, output.completions[0].token_ids))
     assert found[0] == found[1]
-    config = EngineConfig(page_size=16, max_model_len=100, num_pages=6)
+    config = EngineConfig(reference_rows=16, page_size=16, max_model_len=100, num_pages=6)
     with Engine(tiny(), config=config) as engine:
         with pytest.raises(ValueError, match=r"max_new_tokens=97 .*need 7 pages .*there are 6"):
             engine.generate([PROMPTS[0]], most)
