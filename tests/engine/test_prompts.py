@@ -75,7 +75,9 @@ def test_one_prompt(engine, prompt):
 
 def test_as_many_tokens_as_fit():
     """Into the model's length; the output records how many. What fits none is told."""
-    config = EngineConfig(reference_rows=16, page_size=16, max_model_len=100, num_pages=7)
+    config = EngineConfig(
+        max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=7
+    )
     most = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
     with Engine(tiny(), config=config) as engine:
         (output,) = engine.generate([PROMPTS[0]], most)
@@ -92,12 +94,16 @@ def test_the_pool_does_not_choose_how_many_tokens():
     for no fewer tokens, nor of a call that gives its numbers."""
     most, found = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True), []
     for pages in (7, 12):
-        config = EngineConfig(reference_rows=16, page_size=16, max_model_len=100, num_pages=pages)
+        config = EngineConfig(
+            max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=pages
+        )
         with Engine(tiny(), config=config) as engine:
             (output,) = engine.generate([PROMPTS[0]], most)
             found.append((output.fingerprint, output.completions[0].token_ids))
     assert found[0] == found[1]
-    config = EngineConfig(reference_rows=16, page_size=16, max_model_len=100, num_pages=6)
+    config = EngineConfig(
+        max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=6
+    )
     with Engine(tiny(), config=config) as engine:
         with pytest.raises(ValueError, match=r"max_new_tokens=97 .*need 7 pages .*there are 6"):
             engine.generate([PROMPTS[0]], most)
@@ -146,7 +152,8 @@ def chats():
     """An engine whose template shows what it was given."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = TEMPLATE
-    with Engine(AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer) as engine:
+    few = EngineConfig(max_rows=16, reference_rows=16)
+    with Engine(AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer, few) as engine:
         yield engine
 
 

@@ -27,6 +27,7 @@ from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 PROMPT = text(20, seed=2)
+FEW = replace(SMALL, max_rows=16)  # whose proof is short
 IDS = torch.tensor([PROMPT])
 PARAMS = SamplingParams(max_new_tokens=6, logprobs=True)
 KEPT = SamplingParams(max_new_tokens=6, logprobs=True, deterministic=True)
@@ -56,7 +57,7 @@ def state(model):
 def test_nothing_of_the_model_is_touched(family, no_results_on_disk):
     model = MODELS[family](family).train()
     before, own = state(model), portrait(model)
-    with Engine(model, config=SMALL) as engine:
+    with Engine(model, config=FEW) as engine:
         for event in engine.stream([PROMPT, PROMPT[:7]], [KEPT, PARAMS]):
             assert event is not None and state(model) == before
         tinyspec.doctor(engine)
@@ -77,12 +78,12 @@ def test_the_model_runs_and_trains_in_another_thread(no_results_on_disk):
             found.append(all(map(torch.equal, model.parameters(), wanted)))
             model(IDS, labels=IDS).loss.backward()
 
-    with Engine(tiny(), config=SMALL) as engine:
+    with Engine(tiny(), config=FEW) as engine:
         alone = answer(engine)
     thread = threading.Thread(target=use)
     thread.start()
     try:
-        with Engine(model, config=SMALL) as engine:
+        with Engine(model, config=FEW) as engine:
             assert answer(engine) == alone
     finally:
         ended.set()
@@ -282,7 +283,7 @@ def test_a_pool_that_grows():
 
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", ["as is", "shape-sensitive"])
-@pytest.mark.parametrize("chunk", [24, 512])
+@pytest.mark.parametrize("chunk", [24, 2048])
 def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):
     """Alone, in a crowd, in any chunks; nothing of it is cached for, or taken from, others."""
     model = model_of(kind)
@@ -309,7 +310,7 @@ def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):
 def test_a_proof_after_weights_that_moved(no_results_on_disk):
     """Tables of positions are computed anew in the first pass of the proof alone."""
     model = tiny()
-    with Engine(model, config=SMALL) as engine:
+    with Engine(model, config=FEW) as engine:
         expected = answer(engine)
         weight = model.model.norm.weight
         weight.data = torch.empty(65)[1:].copy_(weight.data)  # elsewhere within a cache line

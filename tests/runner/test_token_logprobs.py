@@ -54,6 +54,7 @@ def generated(model, asked, **more):
     return torch.tensor(completion.token_ids), torch.tensor(completion.logprobs), logits
 
 
+@pytest.mark.crossed(0.5)
 @settings
 @pytest.mark.parametrize(("dtype", "device"), PATHS)
 def test_bits_of_generation(dtype, device, asked):
