@@ -13,7 +13,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.drafter import Drafter, make_drafter
+from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
 from tinyspec.engine.lock import OneProcess, locked
 from tinyspec.engine.request_tracker import ASKED, RequestTracker
@@ -77,40 +77,33 @@ class Engine(OneProcess):
             raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
         own, thinking = unwrapped(model)
-        config = config.resolve(device_type=own.device.type, model_positions=max_positions(own))
-        if (reason := backend.refusal(config.backend, own.device.type)) is not None:
+        device = own.device.type
+        config = config.resolve(device_type=device, model_positions=max_positions(own))
+        assert config.page_size and config.max_rows and config.reference_rows
+        if (reason := backend.refusal(config.backend, device)) is not None:
             raise refuse("backend", config.backend, reason)
         drafter = make_drafter(config.drafter, own)
         self.model, self.tokenizer, self.config = own, tokenizer, config
-        self.autocast = autocast_of(model, own.device.type)
+        self.autocast = autocast_of(model, device)
         if self.autocast is not None and thinking is not None:
             raise unsupported(model, "thinking is not served under autocast")
-        self._grows = grows and config.num_pages is None
-        self._thinking = thinking
+        self._grows, self._thinking = grows and config.num_pages is None, thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
-        self.served = install(own, config, thinking, self.autocast)
-        most = 1 if self._grows else most_pages(config, self.served)
-        self._build(drafter, kernels, most)
-        flush()
-
-    def _build(self, drafter: Drafter | None, kernels: backend.Kernels, num_pages: int) -> None:
-        config = self.config
-        assert config.page_size and config.max_rows and config.reference_rows
-        sizes = ladder(config, self.model.device.type)
-        buckets = Buckets(config.max_rows, config.reference_rows, sizes)
-        self.pool = PagePool(num_pages, config.page_size)
-        self.admission = admission = Admission(config, self.pool)
-        self.runner = runner = ModelRunner(self.served, self.pool, kernels, buckets, config)
-        check_parity(self.served, runner)
-        parts = (admission, runner, drafter, self.tokenizer, self._thinker)
-        self.core = EngineCore(config, *parts)
-        self.contract = Contract(runner, self._served_blocks(self.served), self._renew)
+        self.served = served = install(own, config, thinking, self.autocast)
+        buckets = Buckets(config.max_rows, config.reference_rows, ladder(config, device))
+        num_pages = 1 if self._grows else most_pages(config, served)
+        self.pool = pool = PagePool(num_pages, config.page_size)
+        self.admission = admission = Admission(config, pool)
+        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config)
+        check_parity(served, runner)
+        self.core = EngineCore(config, admission, runner, drafter, tokenizer, self._thinker)
+        self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
-        given = (self.model, self.tokenizer, config, self.pool, self._thinker)
-        self._inputs = InputProcessor(*given)
+        self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker)
         self._outputs: list[RequestOutput] = []
+        flush()
 
     def _renew(self) -> None:
         """Serve the model as it is now, which has another structure."""
