@@ -62,7 +62,9 @@ def engine(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with Engine(
-        model, tokenizer, EngineConfig(reference_rows=16, draft_window=5, verify="always")
+        model,
+        tokenizer,
+        EngineConfig(reference_rows=16, max_rows=32, draft_window=5, verify="always"),
     ) as engine:
         yield engine
 
