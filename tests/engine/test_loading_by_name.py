@@ -1,8 +1,5 @@
 """Models by name, and what is taken for an engine's arguments: refused in words that help."""
 
-import json
-import sys
-
 import pytest
 import torch
 
@@ -104,33 +101,6 @@ def test_attention_that_is_not_there(tmp_path):
     for name in ("flash_attention_5", "none/such"):
         with pytest.raises(ValueError, match=f"^attn_implementation='{name}' is not allowed: one "):
             Engine.from_pretrained(folder, attn_implementation=name)
-
-
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-
-
-def test_code_of_the_models_own(monkeypatch, tmp_path):
-    """Runs where it is trusted, and else is named."""
-    cache = str(tmp_path / "cache")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    folder = tmp_path / "own"
-    saved(folder)
-    (folder / "own.py").write_text(CODE)
-    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": own}))
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        Engine.from_pretrained(folder, trust_remote_code=False)
-    with Engine.from_pretrained(folder, trust_remote_code=True) as engine:
-        assert type(engine.model).__name__ == "OwnForCausalLM"
-        assert len(engine.generate([[1, 2]])[0].completions[0].token_ids) == 128
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])

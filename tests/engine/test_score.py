@@ -15,7 +15,6 @@ from tests.support.cases import KINDS, drain, engine_of, greedy, model_of, run, 
 from tests.support.mixes import crowd, plain
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.tools.demo import BUNDLED
 
 EOS = (5, 40, 41, 42, 90)
 STYLES = {
@@ -157,15 +156,3 @@ def test_score_refuses_by_name(plain_engine, prompts, continuations, params, sai
         plain_engine.score(prompts, continuations, params)
     assert said in str(caught.value)
     assert not plain_engine.has_unfinished()
-
-
-def test_score_of_text():
-    """Text is taken without special tokens; the same as its token ids."""
-    with Engine.from_pretrained(BUNDLED, device="cpu") as engine:
-        prompts, texts = ["Once upon a time", "Tom had"], [", there was a", " a red ball."]
-        ids = [engine.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
-        scores = engine.score(prompts, texts)
-        assert [len(score) for score in scores] == [len(own) for own in ids]
-        assert scores == engine.score(prompts, ids)
-        assert scores[:1] == engine.score(prompts[0], texts[0])
-        assert scores != engine.score(prompts[::-1], texts)
