@@ -5,12 +5,16 @@ import torch
 from torch import nn
 
 from tests.support.sensitive import PositionSensitiveLinear, RowByRowLinear, ShapeSensitiveLinear
+from tests.support.walk import CONFIG
+from tests.support.zoo import MODEL_TYPES, tiny
+from tinyspec import Engine
 from tinyspec.determinism.rows import (
     agree,
     cancelling_inputs,
     in_passes,
     keeps_places,
     probe_pool,
+    same_bits,
     sensitive_pool,
     unequal_bits,
 )
@@ -166,3 +170,19 @@ def test_every_bucket_with_leftovers_is_found(width):
     more |= {"sizes": [56], "search": False}
     if width == 2:
         assert any(facts_of(leaves_some_over(salt), **more)[1] for salt in range(25))
+
+
+@pytest.mark.skipif("kolibri1" not in MODEL_TYPES, reason="this transformers has no kolibri1")
+def test_sigmoid_of_a_router():
+    """kolibri1: [R, 2] sigmoids. Of 56 rows, 8 are left over from vectors of AVX-512."""
+    rows = torch.randn(2000, 2) * 2
+    expected = in_passes(torch.sigmoid, rows, CONFIG.reference_rows)
+    with Engine(tiny("kolibri1"), config=CONFIG) as engine:
+        facts = engine.contract.probe()
+    broken = {fact.rows for fact in facts.buckets if any("sigmoid" in n for n in fact.broken_by)}
+    unlike = {
+        fact.rows
+        for fact in facts.buckets
+        if not same_bits(in_passes(torch.sigmoid, rows, fact.rows), expected)
+    }
+    assert unlike <= broken
