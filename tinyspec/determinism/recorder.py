@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
@@ -97,8 +96,15 @@ def _operator(func: Any) -> tuple[str, bool, bool]:
     return name, any(part in name for part in MATMULS), reads
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and not is_packed(x)]
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Those that an operator gets or returns, of which some are in lists."""
+    found = []
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            found += _tensors(x)
+        elif isinstance(x, Tensor) and not is_packed(x):
+            found.append(x)
+    return found
 
 
 def _storage(x: Tensor) -> StorageWeakRef:
@@ -184,7 +190,7 @@ class PassRecorder(TorchDispatchMode):
         if self._in_attention or not self._skipped.isdisjoint(self._inside):
             return result
         name, is_matmul, reads = _operator(func)
-        self._follow_rows(func, reads, (args, kwargs), result)
+        self._follow_rows(func, reads, (*args, *kwargs.values()), result)
         if is_matmul:
             self._note_matmul(name, func, args, kwargs)
         elif name in STEPS:
@@ -197,7 +203,7 @@ class PassRecorder(TorchDispatchMode):
         """Note which memory holds what depends on rows, and where the host reads that."""
         tensors = _tensors(given)
         depends = any(_storage(x) in self._of_rows for x in tensors)
-        for x in _tensors(result):
+        for x in _tensors([result]):
             if depends or (x.is_floating_point() and x.shape[:2] == (1, self._rows)):
                 self._of_rows.add(_storage(x))
         if depends and reads and not self._selects_alike(func, tensors):
@@ -268,12 +274,12 @@ class PassRecorder(TorchDispatchMode):
         step = RowOp(f"{self.where}: {name} of {tuple(shape)}", x.dtype, shape, run)
         self._found.setdefault(kind, (self.where, step))
 
-    def note_autocast(self, operator: str, may_be_off: bool) -> None:
+    def note_autocast(self, operator: Any, may_be_off: bool) -> None:
         """Note an operator that runs under another autocast than the pass."""
         dtype, device = self._runner.served.autocast
         now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self.autocast is None and now != dtype and not (now is None and may_be_off):
-            self.autocast = operator, self.where
+            self.autocast = resolve_name(operator) or str(operator), self.where
 
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
@@ -320,7 +326,7 @@ class _AutocastWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Attention and norms may be in fp32.
-        self._recorder.note_autocast(resolve_name(func) or str(func), may_be_off=True)
+        self._recorder.note_autocast(func, may_be_off=True)
         return func(*args, **(kwargs or {}))
 
 
