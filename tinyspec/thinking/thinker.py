@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.fingerprint import ExtraModules, syntax_digest
+from tinyspec.determinism.fingerprint import ExtraModules
+from tinyspec.determinism.results import code_digest
 from tinyspec.determinism.rows import BatchFunction
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
@@ -115,8 +116,7 @@ class Thinker:
     @property
     def extra_modules(self) -> ExtraModules:
         """The blocks, as they stand in the fingerprint."""
-        settings = f"{self.config} {syntax_digest(wings=('thinking',))}"
-        return ExtraModules(self.model.blocks, settings)
+        return ExtraModules(self.model.blocks, f"{self.config} {code_digest('thinking')}")
 
     def forget_states(self) -> None:
         """Make them anew."""
