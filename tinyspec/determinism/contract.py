@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -23,13 +24,12 @@ from tinyspec.determinism.environment import THREADS, ambient
 from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
-from tinyspec.determinism.model_probe import ModelProbe
 from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
-    check_pass,
     prove_buckets,
     prove_reference,
     refuse_written,
+    see_to_hold,
 )
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.errors import DeterminismError
@@ -268,15 +268,8 @@ class Contract:
         found = None if fresh else disk.load(self._key)
         if found is None:
             logger.info("proving that deterministic=True is kept, once for this model and machine")
-            return self._proven(lambda: prove_reference(self._runner, self.modes))
-        return self._proven(lambda: self._seen_to_hold(found))
-
-    def _seen_to_hold(self, found: ProbeResults) -> ProbeResults:
-        """Results of the disk. What one pass shows is looked at all the same, which compiles and
-        loads what a first pass needs."""
-        self.modes.serve(() if found.unsound else found.kernel_linears)
-        check_pass(self._runner, ModelProbe(self._runner))
-        return found
+            return self._proven(prove_reference)
+        return self._proven(see_to_hold, found)
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
@@ -306,17 +299,16 @@ class Contract:
         new = [rows for rows in sizes if rows not in results.sizes]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
-        given = self._runner, self.modes, results, new, attention_rows
-        found = self._proven(lambda: prove_buckets(*given))
+        found = self._proven(prove_buckets, results, new, attention_rows)
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return found
 
-    def _proven(self, proof: Callable[[], ProbeResults]) -> ProbeResults:
+    def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""
         before = self.results
         try:
             with self._runner.torch_state():
-                results = proof()
+                results = proof(self._runner, self.modes, *given)
         except BaseException:
             self._go_by(before)
             raise

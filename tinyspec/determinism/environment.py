@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.determinism.fingerprint_parts import DIGEST
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model import openmp
@@ -88,13 +87,11 @@ def ambient(device: torch.device) -> dict[str, int | str]:
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
     name, instructions, count = device_parts(device)
-    # Versions of MKL and oneDNN, compiler, flags.
-    build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
     gpu = {"multiprocessors": count, "cublas": cublas()}
     return {
         "device": name,
         "instruction set": instructions,
-        "build": f"{DIGEST}{build}",
+        "build": torch.__config__.show(),  # versions of MKL and oneDNN, compiler, flags
         **ambient(device),
         **(gpu if device.type == "cuda" else {}),
     }

@@ -252,6 +252,14 @@ def prove_reference(runner: ModelRunner, modes: LinearModes) -> ProbeResults:
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
 
+def see_to_hold(runner: ModelRunner, modes: LinearModes, results: ProbeResults) -> ProbeResults:
+    """The results, which were kept. What one pass shows is looked at all the same, which compiles
+    and loads what a first pass needs. Raises as ``check_pass``."""
+    modes.serve(() if results.unsound else results.kernel_linears)
+    check_pass(runner, ModelProbe(runner))
+    return results
+
+
 def prove_buckets(
     runner: ModelRunner,
     modes: LinearModes,
