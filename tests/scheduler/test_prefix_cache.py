@@ -169,3 +169,17 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
         assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
         assert whole(engine)
+
+
+def test_what_plain_requests_left_is_forgotten_canonical_or_not():
+    """Which of their rows ran in canonical passes is chance, and their bits must not depend on it."""
+    plain, exact = SamplingParams(max_new_tokens=2), greedy(2)
+    prompts = [text(40, seed=1), text(40, seed=2)]
+    with engine_of(model_of("as is"), page_size=8, verify="padded") as engine:
+        engine.generate(prompts, [plain, exact])
+        kept = [canonical for _, canonical, _ in engine.admission.prefix.pages]
+        assert len(kept) == 10 and all(kept), "control: those of the plain one are canonical"
+        engine.forget_plain()
+        outputs = engine.generate(prompts, [plain, exact])
+        cached = [output.completions[0].stats.cached_prompt_tokens for output in outputs]
+        assert cached == [0, 39]

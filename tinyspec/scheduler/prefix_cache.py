@@ -25,6 +25,7 @@ class PrefixCache:
         self._version = 0
         self.pages: dict[_Key, int] = {}
         self.keys: dict[int, _Key] = {}
+        self._by_plain: set[int] = set()
         pool.on_evict = self.forget
 
     def __len__(self) -> int:
@@ -68,6 +69,8 @@ class PrefixCache:
             if page not in self.keys and key not in self.pages:
                 self.pages[key] = page
                 self.keys[page] = key
+                if not sequence.deterministic:
+                    self._by_plain.add(page)
                 self.pool.keep(page)
         sequence.indexed = full
 
@@ -79,8 +82,9 @@ class PrefixCache:
                 self.pool.drop(page)
 
     def drop_plain(self) -> None:
-        """Forget pages that are not canonical."""
-        self.drop([page for page, (_, canonical, _) in self.keys.items() if not canonical])
+        """Forget pages that plain sequences computed, canonical or not: which passes of theirs were
+        canonical is chance."""
+        self.drop(list(self._by_plain))
 
     def clear(self) -> None:
         """Forget everything: the weights changed, or the pool's memory was given back."""
@@ -89,6 +93,7 @@ class PrefixCache:
 
     def forget(self, page: int) -> None:
         del self.pages[self.keys.pop(page)]
+        self._by_plain.discard(page)
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """One digest per full page of its tokens, each over all tokens up to the page's end."""
