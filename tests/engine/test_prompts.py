@@ -7,7 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedTokenizerFast,
+)
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -201,3 +207,18 @@ def test_unknown_words_are_counted(capsys, monkeypatch):
     assert "prompt: 1 tokens are unknown to the tokenizer" in capsys.readouterr().err
     assert main([*given, "Alice flips <unk> the coin."]) == 0
     assert "unknown" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, told", [("a b", 0), ("a </s> b", 0), ("a c b", 1)])
+def test_an_unknown_token_that_begins_every_text(text, told, caplog):
+    """As OPT's does, which is its end token too."""
+    words = models.WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="</s>")
+    own = Tokenizer(words)
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, unk_token="</s>", eos_token="</s>")
+    with Engine(tiny(), tokenizer, EngineConfig(num_pages=4)) as engine:
+        assert len(engine.generate([text], SHORT)[0].prompt_token_ids) == len(text.split()) + 1
+    assert caplog.text.count("1 tokens are unknown to the tokenizer") == told

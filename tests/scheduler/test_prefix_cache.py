@@ -172,7 +172,7 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
 
 
 def test_what_plain_requests_left_is_forgotten_canonical_or_not():
-    """Which of their rows ran in canonical passes is chance, and their bits must not depend on it."""
+    """Which of their rows ran in canonical passes is chance, that later bits must not hang on."""
     plain, exact = SamplingParams(max_new_tokens=2), greedy(2)
     prompts = [text(40, seed=1), text(40, seed=2)]
     with engine_of(model_of("as is"), page_size=8, verify="padded") as engine:

@@ -146,10 +146,12 @@ def _text_ids(field: str, text: str, tokenizer: Any, **settings: Any) -> list[in
         raise refuse(f"{field}[{e.start}]", text[e.start], "no lone surrogates in text") from None
     ids = list(tokenizer(text, **settings)["input_ids"])
     unknown = getattr(tokenizer, "unk_token_id", None)
-    # It may be the end token as well, written on purpose.
-    count = ids.count(unknown) - text.count(tokenizer.unk_token) if unknown in ids else 0
-    if count > 0:
-        logger.warning("%s: %d tokens are unknown to the tokenizer", field, count)
+    if unknown in ids:
+        # It may be the end token as well, put around every text or written on purpose.
+        usual = list(tokenizer("", **settings)["input_ids"]).count(unknown)
+        count = ids.count(unknown) - usual - text.count(tokenizer.unk_token)
+        if count > 0:
+            logger.warning("%s: %d tokens are unknown to the tokenizer", field, count)
     return ids
 
 
