@@ -66,6 +66,8 @@ INNER = {"even": (3072, 14336), "odd": (63, 11009)}
 VOCABULARIES = {"even": (4096, 128256, 151936), "odd": (1, 50257)}
 # Of what does not attend.
 ROWS = (1, 16, 777)
+# Weights that are rounded as they are read, as under autocast.
+WIDER = "grouped torch.bfloat16 even nk of fp32"
 Call = Callable[[], object]
 
 
@@ -97,6 +99,7 @@ def entries() -> dict[str, Callable[[], Iterator[Call]]]:
         found[f"linear {dtype} {kind} {stored}"] = partial(linear_calls, dtype, kind, stored)
         calls = partial(grouped_calls, dtype, kind, stored)
         found[f"grouped {dtype} {kind} {stored}"] = calls
+    found[WIDER] = partial(grouped_calls, torch.bfloat16, "even", "nk", torch.float32)
     for dtype, kind, rounds in product(dtypes, ("even", "odd"), (True, False)):
         calls = partial(add_calls, dtype, kind, rounds)
         found[f"add {dtype} {kind} rounds={rounds}"] = calls
@@ -174,15 +177,17 @@ def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
         )
 
 
-def grouped_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
+def grouped_calls(
+    dtype: torch.dtype, kind: str, stored: str, weights: torch.dtype | None = None
+) -> Iterator[Call]:
     from tinyspec.kernels.experts import grouped_linear
 
     for (width, outputs), pairs, bias in product(LAYERS[kind], ROWS, (True, False)):
         # Of 65 to 128 experts; nothing is written to them.
         shape = (128, outputs, width) if stored == "nk" else (100, width, outputs)
-        weight = torch.empty(shape, dtype=dtype)
+        weight = torch.empty(shape, dtype=weights or dtype)
         weight = weight if stored == "nk" else weight.transpose(1, 2)
-        shift = torch.zeros(len(weight) + 1, outputs, dtype=dtype)[1:] if bias else None
+        shift = torch.zeros(len(weight) + 1, outputs, dtype=weight.dtype)[1:] if bias else None
         x, places = torch.zeros(pairs, width, dtype=dtype), torch.zeros(pairs + 129).long()
         yield partial(grouped_linear, x, weight, shift, places[1:], places[1:])
 
@@ -400,7 +405,7 @@ ESSENTIAL = {
     ("sm_90", "add_rms_norm torch.bfloat16 4096 sum"),
     ("sm_90", "gated torch.bfloat16 even silu"),
     *(("sm_90", entry) for entry in ("sort", "add torch.bfloat16 even rounds=True")),
-    ("gfx942", "grouped torch.bfloat16 odd kn"),
+    *(("gfx942", entry) for entry in ("grouped torch.bfloat16 odd kn", WIDER)),
 }
 GRID = [
     pytest.param(
