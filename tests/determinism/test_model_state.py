@@ -57,6 +57,16 @@ def test_what_passes_change_is_no_setting():
         assert engine.fingerprint != before
 
 
+def test_a_list_that_is_called_hooks():
+    """Beside torch's own hooks of the module."""
+    model = llama()
+    own = model.model.layers[1].mlp.up_proj
+    own.hooks = [1.0]
+    with Engine(model, config=CONFIG) as engine:
+        own.hooks[0] = 2.0
+        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj.hooks"
+
+
 def test_lists_of_tensors():
     """Two of them have no plain equality."""
     model = llama()

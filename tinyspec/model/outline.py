@@ -91,7 +91,7 @@ class _Structure:
         self._add(name, module._modules)
         for table in (module._forward_hooks, module._forward_pre_hooks):
             self._tables[id(table)] = table
-        self._named[f"{name}.hooks"] = list(map(id, hooks_of(module)))
+        self._named[f"hooks of {name}"] = list(map(id, hooks_of(module)))
 
     def _look_through(self, name: str, table: dict[str, Any], idle: Collection[str]) -> None:
         """Into the attributes of a module or config."""
