@@ -5,6 +5,8 @@ The oracle is an engine on another model of the same weights, to which the chang
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import cache
 
 import pytest
@@ -14,7 +16,7 @@ from tests.support import changes
 from tests.support.cases import drain
 from tests.support.changes import FOLLOWED, model_for
 from tests.support.mixes import bits
-from tests.support.tiny import prompts
+from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 CONFIG = {"reference_rows": 8, "max_rows": 16, "page_size": 16, "max_sequences": 1}
@@ -159,6 +161,31 @@ def test_control_without_a_change(place):
     outputs = place(model_for(changes.number), None)
     assert [bits(output) for output in outputs] == [before, other]
     assert {output.fingerprint for output in outputs} == {fingerprint}
+
+
+def test_a_change_by_another_thread():
+    """While one call runs, in which there is no code of the user's."""
+    model, ended = tiny(), threading.Event()
+    with engine_of(model) as engine:
+        engine.generate([PROMPT], asking())  # what is to be proven is proven
+        passes = len(engine.records)
+
+        def change():
+            while len(engine.records) < passes + AT and not ended.is_set():
+                time.sleep(0.001)
+            with torch.no_grad():
+                model.lm_head.weight.mul_(2)
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        try:
+            params = SamplingParams(max_new_tokens=400, deterministic=True, ignore_eos=True)
+            completion = engine.generate([PROMPT], params)[0].completions[0]
+        finally:
+            ended.set()
+            thread.join()
+    assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 400
+    assert "the weights changed while it was running" in completion.error
 
 
 @pytest.mark.parametrize("change", each(FOLLOWED, changes.buffer_replaced), **NAME)
