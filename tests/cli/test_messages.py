@@ -82,6 +82,36 @@ def test_standard_input_of_every_reader(command, served, stdin):
     )
 
 
+CHILD = """
+import os, signal, sys, time
+from tinyspec.cli.main import main
+class Torch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Torch())
+{load}
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "status", "told"),
+    [
+        ("raise SystemExit(main(['score', 'Once', ' upon']))", 130, "tinyspec: interrupted"),
+        ("import torch", -2, "Traceback (most recent call last):"),
+    ],
+    ids=["held", "control"],
+)
+def test_ctrl_c_while_libraries_load(load, status, told):
+    """An exception in the middle of torch's import would end the process in C++."""
+    code = CHILD.format(load=load)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("tinyspec", "Trace"))]
+    assert (done.returncode, lines) == (status, [told])
+
+
 @pytest.mark.slow("installation", 20)
 @pytest.mark.parametrize("name", ["demo", "doctor"])
 def test_ctrl_c_while_it_runs(name):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
+from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput, no_name_twice
 from tinyspec.sampling_params import SamplingParams
 
@@ -130,6 +131,7 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
     """The engine that the options ask for, and further ``settings`` of EngineConfig; at the end, on
     a terminal, a line about what it ran."""
     config = EngineConfig(**given(options, CONFIG), **settings)
+    load_libraries()
     from transformers.utils import logging
 
     from tinyspec.engine.engine import Engine
@@ -146,6 +148,13 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
             speed = f"{stats.committed} tokens, {stats.committed / stats.seconds:.0f} a second"
             passes = f"{stats.canonical_passes} of {sum(stats.passes.values())} passes canonical"
             say(f"{speed}; {stats.cached_prompt_tokens} prompt tokens cached; {passes}")
+
+
+def load_libraries() -> None:
+    """Import what every engine needs. Ctrl-C takes effect behind that: where it raised an exception
+    in the middle, code in C++ would end the process with a message of its own."""
+    with between_steps():
+        import tinyspec.engine.engine  # noqa: F401
 
 
 def say(message: str) -> None:

@@ -19,8 +19,7 @@ from tinyspec.outputs import RequestOutput, StreamEvent
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
-# How files are named that have JSON lines, and how other lines begin that are.
-JSON_LINES, JSON_OBJECT = (".jsonl", ".ndjson"), '{"'
+JSON_LINES = (".jsonl", ".ndjson")
 TEXTS = ("prompt", "continuation")
 
 
@@ -38,7 +37,7 @@ def generate(options: Namespace) -> int:
     """Generate for prompts given as arguments, in a file, or on standard input.
 
     Prompts are arguments, lines of a file, or lines of standard input (-).
-    JSON lines (.jsonl, or what begins with {") have one object
+    JSON lines (.jsonl, or what begins with a JSON object) have one object
     each: a prompt (text, token ids or chat messages) and any sampling
     parameters, which override those given as options. JSON lines out are
     outputs in the order in which they finish; their request_id names the line
@@ -88,9 +87,17 @@ def _jobs(options: Namespace) -> list[common.Job]:
     if path == common.STANDARD_INPUT and sys.stdin.isatty():
         common.say("one prompt a line, Ctrl-D ends")
     lines = common.read_lines(path)
-    if Path(path).suffix in JSON_LINES or (lines and lines[0].text.startswith(JSON_OBJECT)):
+    if Path(path).suffix in JSON_LINES or _begin_with_json(lines):
         return jobs + common.jobs_of(lines, shared)
     return jobs + [common.Job("line", line.number, line.place, params, line.text) for line in lines]
+
+
+def _begin_with_json(lines: list[common.Line]) -> bool:
+    """Whether the first line holds a JSON object."""
+    try:
+        return bool(lines) and isinstance(json.loads(lines[0].text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _print_json(output: RequestOutput) -> None:

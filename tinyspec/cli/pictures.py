@@ -36,6 +36,7 @@ def demo(options: Namespace) -> int:
     if options.crowd < 1:
         raise refuse("--crowd", options.crowd, "an integer of at least 1")
     SamplingParams(max_new_tokens=options.max_new_tokens)  # raises
+    common.load_libraries()
     from tinyspec.tools import demo as tool
 
     with ExitStack() as stack:

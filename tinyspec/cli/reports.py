@@ -85,6 +85,7 @@ def doctor(options: Namespace) -> int:
     example:
       tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16
     """
+    common.load_libraries()
     from tinyspec.tools import doctor as tool
 
     try:

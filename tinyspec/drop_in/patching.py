@@ -286,16 +286,17 @@ class PatchedGenerate(Method):
         defaults = defaults if base is None else replace(defaults, seed=base)
         call = Call(self._model, self.original, arguments, defaults, self._row_seeds)
         call.unserved += ["record_timestamps"] if record_timestamps else []
-        if call.unserved:
+        if getattr(continuous_batching_config, "return_logprobs", False):
+            call.params = [params.resolve(logprobs=True) for params in call.params]
+        begun, sequences = time.perf_counter(), []
+        if not call.unserved:
+            with self.serving() as engine:
+                sequences = run(engine, call, call.drafter() or self._drafter)
+        if call.unserved:  # rows of code for the whole batch may not all fit, which ``run`` finds
             unserved = ", ".join(dict.fromkeys(call.unserved))
             raise NotImplementedError(
                 f"{unserved} is not served by tinyspec's generate_batch; call model.generate"
             )
-        if getattr(continuous_batching_config, "return_logprobs", False):
-            call.params = [params.resolve(logprobs=True) for params in call.params]
-        begun = time.perf_counter()
-        with self.serving() as engine:
-            sequences = run(engine, call, call.drafter() or self._drafter)
         return batch_outputs(call, sequences, begun)
 
 

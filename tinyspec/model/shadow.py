@@ -117,7 +117,8 @@ class Shadow:
             return self._config(held)
         if isinstance(held, Method):  # in what a library put around it
             held = held.original
-        if isinstance(held, LEAVES) or not depth or _is_own(held):
+        ends = not depth and not isinstance(held, CellType)  # what a function closes over is its
+        if isinstance(held, LEAVES) or ends or _is_own(held):
             return held
         if id(held) not in self._made and (id(held), depth) not in self._nothing:
             self._nothing.add((id(held), depth))  # as far as is known while it is looked at
