@@ -115,7 +115,7 @@ def cublas() -> dict[str, object]:
 
 
 def loaded_libraries(maps: Path = MAPS) -> list[tuple[str, int]]:
-    """(name, bytes) of every file of cuBLAS that is loaded; no two versions are equally long. Empty
+    """(name, bytes) of every file of cuBLAS that is loaded, which tell versions apart. Empty
     where none is or the system does not tell."""
     lines = maps.read_text().splitlines() if maps.exists() else []
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if LIBRARY in line}

@@ -226,6 +226,7 @@ def add_experts(out: Tensor, scales: Tensor, index: Tensor, dtype: torch.dtype) 
     out times scales, in the wider dtype of both, added in fp32 in ascending order of ``index``."""
     rows, slots = index.shape
     size = out.shape[1]
+    assert out.is_contiguous()
     vec = launch.vector(out.dtype, size)
     found = torch.empty((rows, size), dtype=dtype, device=out.device)
     entry = launch.ADD_EXPERTS
