@@ -102,6 +102,8 @@ def plain_logits(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 def twins(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two unpatched copies of ``model`` with the same weights, the second in fp64."""
     plain = copy.deepcopy(model)
+    if getattr(plain.config, "attn_logit_softcapping", None):
+        plain.set_attn_implementation("eager")  # transformers 5.17 takes SDPA, which leaves it out
     exact = copy.deepcopy(plain).double()
     if hasattr(exact, "set_experts_implementation"):
         exact.set_experts_implementation("eager")
