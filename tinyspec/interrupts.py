@@ -8,22 +8,27 @@ import _signal as signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class _Guard:
-    """In place of SIGINT's handler: remembers whether the signal came."""
+    """Replaces SIGINT's handler, and remembers whether the signal came."""
 
     def __init__(self) -> None:
         self.came = False
-        self._previous = signal.signal(signal.SIGINT, self._remember)
+        self._previous: Any = None
 
     def _remember(self, number: int, frame: object) -> None:
         self.came = True
+
+    def begin(self) -> None:
+        self._previous = signal.signal(signal.SIGINT, self._remember)
 
     def end(self) -> None:
         """Restore the previous handler and pass on the signal, if it came."""
         signal.signal(signal.SIGINT, self._previous)
         if self.came:
+            self.came = False
             signal.raise_signal(signal.SIGINT)
 
 
@@ -42,12 +47,15 @@ def between_steps() -> Iterator[None]:
     if _guards or not in_main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    _guards.append(_Guard())  # may raise if a signal has just come
+    guard = _Guard()
+    guard.begin()  # may raise if a signal has just come
+    _guards.append(guard)
     try:
         yield
     finally:
-        if _guards:
-            _guards.pop().end()
+        if guard in _guards:
+            _guards.remove(guard)
+            guard.end()
 
 
 def flush() -> None:
@@ -68,4 +76,5 @@ def at_once() -> Iterator[None]:
         guard.end()
         yield
     finally:
-        _guards.append(_Guard())
+        guard.begin()
+        _guards.append(guard)

@@ -78,8 +78,9 @@ def said(output):
     return all_bits(output), output.prompt_logprobs
 
 
-def test_a_random_mix():
-    run_mix(1)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_mixes(seed):
+    run_mix(seed)
 
 
 @pytest.mark.slow("random mixes", 4, cases=50)

@@ -7,6 +7,7 @@ without the cause nobody fails.
 import gc
 import random
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def alone(model):
 
 
 @pytest.mark.crossed(0.7)
-@pytest.mark.parametrize("at", [2, 13])
+@pytest.mark.parametrize("at", [1, 2, 5, 13])
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_a_pass_that_fails_once_loses_nothing(at, page_size):
     """Whether it was prompts, drafts or a verify; nothing raises, nobody fails."""
@@ -151,7 +152,8 @@ def test_a_pass_of_one_request_that_fails_says_why():
         assert (again.token_ids, again.logprobs) == (good.token_ids, good.logprobs)
 
 
-@pytest.mark.parametrize("deterministic, copies", [(True, 3), (False, 1)])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("copies", [1, 3])
 def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
     model, sees = seeing_model()
     expected = alone(model)
@@ -203,9 +205,11 @@ def test_drafts_that_make_a_pass_raise_cost_no_request():
         assert whole(engine)
 
 
-def test_passes_that_are_too_large():
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), MemoryError("no room")], ids=["torch", "python"]
+)
+def test_passes_that_are_too_large(error):
     """A request that fits alone is served, slowly; a long prompt takes many passes."""
-    error = torch.OutOfMemoryError("no room")
     model, faulty = faulty_model("as is")  # has large canonical buckets
     expected = alone(model)
     long = (text(60, seed=1), greedy(5))
@@ -228,22 +232,24 @@ def test_passes_that_are_too_large():
 
 
 class FailsOnce:
-    """Kernels that raise at the first sample."""
+    """Kernels of which one raises at its first call."""
 
-    def __init__(self, kernels):
-        self.kernels, self.calls = kernels, 0
+    def __init__(self, kernels, name):
+        self.kernels, self.name, self.calls = kernels, name, 0
 
     def __getattr__(self, name):
-        return getattr(self.kernels, name)
+        whole = getattr(self.kernels, name)
+        return partial(self.fail, whole) if name == self.name else whole
 
-    def sample(self, *args, **kwargs):
+    def fail(self, whole, *args, **kwargs):
         self.calls += 1
         if self.calls == 1:
             raise RuntimeError(ARMED)
-        return self.kernels.sample(*args, **kwargs)
+        return whole(*args, **kwargs)
 
 
-def test_a_failure_behind_the_forward_costs_nobody():
+@pytest.mark.parametrize("name", ["sample", "accept_truncate"])
+def test_a_failure_behind_the_forward_costs_nobody(name):
     """Those of the pass are tried again; a stream has each token once."""
     model, _ = faulty_model()
     expected = alone(model)
@@ -254,7 +260,7 @@ def test_a_failure_behind_the_forward_costs_nobody():
         tokens = list(next(stream).token_ids)
         ids = [engine.add_request(*request) for request in asked()]
         sampler = engine.core.sampler
-        sampler.kernels = FailsOnce(sampler.kernels)
+        sampler.kernels = FailsOnce(sampler.kernels, name)
         for event in stream:
             tokens += event.token_ids
         check_residents(engine)

@@ -42,9 +42,15 @@ def compile_inside(model, backend):
     return model
 
 
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    model.model.rotary_emb.compile(backend=backend)
+    return model
+
+
 def compile_in_place(model, backend):
-    for module in (*model.model.layers, model.model.rotary_emb, model):
-        module.compile(backend=backend)
+    model.compile(backend=backend)
     return model
 
 
@@ -73,6 +79,7 @@ def compile_whole(model, backend):
 COMPILED = [
     compile_whole,
     compile_in_place,
+    compile_layers,
     compile_forwards,
     pytest.param(compile_own_forward, marks=pytest.mark.slow("crosses", 2)),
     compile_inside,

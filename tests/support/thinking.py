@@ -100,8 +100,7 @@ def exact(tokens: int = 8, **changes: object) -> SamplingParams:
 
 def engine_of(model: ThinkingModel, **settings: object) -> Engine:
     """An engine with small passes and pages, so that their sizes vary."""
-    small = {"reference_rows": 16, "max_rows": 64, "page_size": 16}
-    return Engine(model, config=EngineConfig(**{**small, **settings}))
+    return Engine(model, config=EngineConfig(**{"reference_rows": 16, "page_size": 16, **settings}))
 
 
 def said(output: RequestOutput) -> tuple[list[list[int]], list[int]]:

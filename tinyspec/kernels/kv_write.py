@@ -99,6 +99,7 @@ def _norm_rotate(
     head,
     head_mask,
     stride_x,
+    stride_out,
     eps,
     NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -118,7 +119,7 @@ def _norm_rotate(
     rest = ROT + tl.arange(0, REST_PAD)
     rest_mask = rest < D
     x_row = x_ptr + head[:, None] * stride_x
-    out_row = out_ptr + head[:, None] * D
+    out_row = out_ptr + head[:, None] * stride_out
 
     total = tl.zeros([head.shape[0]], tl.float32)
     if ROT > 0:
@@ -205,6 +206,7 @@ def kv_write_kernel(
             head,
             head < q_heads,
             stride_qh.to(tl.int64) * VEC,
+            D,
             eps,
             NORM=NORM_Q,
             INTERLEAVED=INTERLEAVED,
@@ -233,6 +235,7 @@ def kv_write_kernel(
                 head,
                 head_mask,
                 stride_kh.to(tl.int64) * VEC,
+                D,
                 eps,
                 NORM=NORM_K,
                 INTERLEAVED=INTERLEAVED,
