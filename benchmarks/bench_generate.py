@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import EngineConfig, patch, unpatch
-from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
+from tinyspec.model.cpu_linears import cpu_stand_ins
 
 SAME_LINEARS = ", same linears"
 BLOCK = 256
@@ -60,7 +61,7 @@ def model_for(dtype: str, smoke: bool, side: str) -> Any:
     """The same weights for all sides; a model for each, as engine and manager change theirs."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
     if side.endswith(SAME_LINEARS):
-        made = cpu_stand_ins(model, FastMode(on=True))
+        made = cpu_stand_ins(model, SimpleNamespace(canonical=False))
         for parent in list(model.modules()):
             for name, own in list(parent.named_children()):
                 setattr(parent, name, made.get(own, own))

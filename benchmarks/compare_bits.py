@@ -5,9 +5,9 @@
 
 `write` serves the requests of `bits_requests.py` with the package that is imported and stores, for
 each, the token ids, every bit of every log-probability, and the finish reason; not the fingerprint,
-whose revision may differ. Write both files on one machine. `compare` exits 1 where a deterministic
-request differs or is missing; plain ones count only with `--plain-too`. Knows the files; which
-requests there are is decided in `bits_requests.py`.
+which names the package's code. Write both files on one machine. `compare` exits 1 where a
+deterministic request differs or is missing; plain ones count only with `--plain-too`. Knows the
+files; which requests there are is decided in `bits_requests.py`.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
     engine.served.context.kernels = kernels
     for module in runner.model.modules():
         if isinstance(module, KernelLinear):
-            module._linear = kernels.linear
+            module.tinyspec_linear = kernels.linear
     sampler.kernels = replace(kernels, sample=_sample_zero(watched(kernels.sample)))
     fetch = Pending.fetch
 
@@ -205,7 +205,7 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
             overwrite(*args)
 
     overwrite = batches.overwrite
-    memory = batches.PassMemory(engine.config, runner.device, fixed=True)
+    memory = batches.PassMemory(engine.config, runner.buckets, runner.device, fixed=True)
     with (
         patch.object(runner, "memory", memory),
         patch.object(runner, "run", watched(run)),

@@ -101,27 +101,20 @@ def test_unknown_field(kind):
         kind().seed = 5
 
 
-@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_names_that_others_have(kind, name):
+def test_names_that_others_have():
     """Each names a setting that there is, or says that there is none."""
-    with pytest.raises(ValueError, match=f"^{name}=2 is not allowed: ") as refusal:
-        kind(**{name: 2})
-    called = re.search(r"it is called (\w+) in (\w+)", str(refusal.value))
-    if called is not None:
-        (owner,) = {SamplingParams, EngineConfig} & {globals()[called[2]]}
-        assert called[1] in {field.name for field in fields(owner)}
-    else:
-        assert "there is none" in str(refusal.value) or name == "messages"
-    assert name not in {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))}
-
-
-def test_habits_from_elsewhere():
-    with pytest.raises(ValueError, match=r"top_k=-1 .*0 and None: off"):
-        SamplingParams(top_k=-1)
-    with pytest.raises(ValueError, match=r"logprobs=5 .*; top_logprobs takes a number"):
-        SamplingParams(logprobs=5)
-    assert OTHER_NAMES["max_num_seqs"] == "it is called max_sequences in EngineConfig"
+    own = {kind.__name__: {f.name for f in fields(kind)} for kind in (SamplingParams, EngineConfig)}
+    for name, told in OTHER_NAMES.items():
+        for kind in (SamplingParams, EngineConfig):
+            with pytest.raises(ValueError, match=f"^{name}=2 is not allowed: {told}"):
+                kind(**{name: 2})
+        called = re.search(r"called (\w+).* in (\w+)", told)
+        if called is None:
+            # Of arguments, which are no settings.
+            assert name in ("messages", "device_map", "torch_dtype") or told == "there is none"
+        else:
+            assert called[1] in own[called[2]]
+        assert name not in own["SamplingParams"] | own["EngineConfig"]
 
 
 NUMBERS = {

@@ -93,8 +93,9 @@ def of(readme, found):
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
-    """What snippets take for granted: a model, its tokenizer, prompts."""
+def given(tmp_path, monkeypatch, proven_on_demand):
+    """What snippets take for granted: a model, its tokenizer, prompts. Sizes of passes are proven
+    as for users."""
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()

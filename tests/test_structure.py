@@ -217,7 +217,8 @@ import sys
 sys.modules["triton"] = None  # importing it fails
 import tinyspec
 from tests.support.tiny import tiny
-with tinyspec.Engine(tiny()) as engine:
+config = tinyspec.EngineConfig(reference_rows=8, max_rows=8)
+with tinyspec.Engine(tiny(), config=config) as engine:
     params = tinyspec.SamplingParams(max_new_tokens=3, deterministic=True, temperature=1.0, seed=1)
     assert len(engine.generate([[1, 2, 3]], params)[0].completions[0].token_ids) == 3
 print(sorted(name for name in sys.modules if name.startswith("tinyspec.kernels")))

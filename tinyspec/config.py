@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyspec.errors import refuse
-from tinyspec.scalars import Settings, allowed, integers, is_int, numbers, one_of, switch
+from tinyspec.scalars import Settings, allowed, integers, is_int, numbers, one_of, setting, switch
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
@@ -19,27 +19,17 @@ MAX_PAGE_SIZE = 1024
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
 
-_READ = {
-    **dict.fromkeys(("reference_rows", "max_rows"), integers(4)),
-    **dict.fromkeys(("max_sequences", "num_pages", "draft_window", "thinking_window"), integers(1)),
-    **{"max_model_len": integers(2), "seed": integers(0, ", or None")},
-    **dict.fromkeys(("prefix_cache", "verify_weights"), switch()),
-    **dict.fromkeys(("overlap", "cuda_graphs"), switch(", or None")),
-    **{"verify": one_of(VERIFY), "backend": one_of(BACKENDS)},
-    **{"kv_dtype": one_of(KV_DTYPES), "linear": one_of(LINEAR)},
-    "trace": allowed(
-        "True, False or an integer of at least 1",
-        lambda x: isinstance(x, bool) or (isinstance(x, int) and x > 0),
-    ),
-    "page_size": allowed(
-        f"a power of two up to {MAX_PAGE_SIZE}",
-        lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
-    ),
-    "memory_fraction": numbers("a number in (0, 1]", lambda x: 0 < x <= 1),
-    "drafter": allowed(
-        'None, "ngram", a model or a Drafter', lambda x: not isinstance(x, str) or x == "ngram"
-    ),
-}
+_TRACED = allowed(
+    "True, False or an integer of at least 1",
+    lambda x: isinstance(x, bool) or (isinstance(x, int) and x > 0),
+)
+_PAGE = allowed(
+    f"a power of two up to {MAX_PAGE_SIZE}",
+    lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
+)
+_DRAFTER = allowed(
+    'None, "ngram", a model or a Drafter', lambda x: not isinstance(x, str) or x == "ngram"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,28 +72,28 @@ class EngineConfig(Settings):
     value and what is allowed.
     """
 
-    reference_rows: int | None = None
-    max_rows: int | None = None
-    max_sequences: int = 256
-    max_model_len: int | None = None
-    page_size: int | None = None
-    num_pages: int | None = None
-    memory_fraction: float | None = None
-    draft_window: int | None = None
-    verify: str = "auto"
-    drafter: Any = None
-    backend: str = "auto"
-    trace: bool | int = False
-    verify_weights: bool = False
-    seed: int | None = None
-    kv_dtype: str = "auto"
-    prefix_cache: bool = True
-    cuda_graphs: bool | None = None
-    linear: str = "auto"
-    overlap: bool | None = None
-    thinking_window: int | None = 8
-
-    READ = _READ
+    reference_rows: int | None = setting(None, integers(4))
+    max_rows: int | None = setting(None, integers(4))
+    max_sequences: int = setting(256, integers(1))
+    max_model_len: int | None = setting(None, integers(2))
+    page_size: int | None = setting(None, _PAGE)
+    num_pages: int | None = setting(None, integers(1))
+    memory_fraction: float | None = setting(
+        None, numbers("a number in (0, 1]", lambda x: 0 < x <= 1)
+    )
+    draft_window: int | None = setting(None, integers(1))
+    verify: str = setting("auto", one_of(VERIFY))
+    drafter: Any = setting(None, _DRAFTER)
+    backend: str = setting("auto", one_of(BACKENDS))
+    trace: bool | int = setting(False, _TRACED)
+    verify_weights: bool = setting(False, switch())
+    seed: int | None = setting(None, integers(0, ", or None"))
+    kv_dtype: str = setting("auto", one_of(KV_DTYPES))
+    prefix_cache: bool = setting(True, switch())
+    cuda_graphs: bool | None = setting(None, switch(", or None"))
+    linear: str = setting("auto", one_of(LINEAR))
+    overlap: bool | None = setting(None, switch(", or None"))
+    thinking_window: int | None = setting(8, integers(1))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-# Names that settings have in vLLM, SGLang, OpenAI's API and transformers, and what to say of them.
-_HINTS = {
-    "it is called max_new_tokens in SamplingParams": "max_tokens max_completion_tokens",
-    "it is called min_new_tokens in SamplingParams": "min_tokens",
-    "it is called num_return_sequences in SamplingParams": "n",
-    "it is called stop_strings in SamplingParams": "stop",
-    "it is called temperature in SamplingParams: 0 is greedy, above it samples": "do_sample",
-    "it is called max_sequences in EngineConfig": "max_num_seqs max_running_requests",
-    "it is called memory_fraction in EngineConfig": "gpu_memory_utilization mem_fraction_static",
-    "it is called max_rows in EngineConfig": "max_num_batched_tokens",
-    "it is called max_model_len in EngineConfig": "context_length max_seq_len max_seq_length",
-    "it is called page_size in EngineConfig": "block_size",
-    "it is called prefix_cache in EngineConfig": "enable_prefix_caching disable_radix_cache",
-    "it is called cuda_graphs in EngineConfig": "enforce_eager disable_cuda_graph",
-    "it is called kv_dtype in EngineConfig": "kv_cache_dtype",
-    "it is called drafter in EngineConfig": "speculative_config speculative_model",
-    "it is called draft_window in EngineConfig": "num_speculative_tokens",
-    "it is called prompt here, which may be chat messages": "messages",
-    "there is none; max_new_tokens does not count the prompt": "max_length",
-    "it is called include_stop_str in SamplingParams": "include_stop_str_in_output",
-    "there is none; a function in logits_processors can do it": "no_repeat_ngram_size "
-    "allowed_token_ids",
-    "it is called bad_words_ids in SamplingParams, which takes token ids": "bad_words",
-    "there is none; json_schema, regex and grammar are such fields of SamplingParams": "ebnf "
-    "guided_decoding structured_outputs response_format guided_json guided_regex guided_grammar",
-    "there is none": "best_of num_beams use_beam_search length_penalty skip_special_tokens "
-    "tensor_parallel_size tp_size pipeline_parallel_size swap_space cpu_offload_gb enable_lora",
+# What settings are called here, and in vLLM, SGLang, OpenAI's API and transformers.
+_NAMES = {
+    "max_new_tokens in SamplingParams": "max_tokens max_completion_tokens",
+    "min_new_tokens in SamplingParams": "min_tokens",
+    "num_return_sequences in SamplingParams": "n",
+    "stop_strings in SamplingParams": "stop",
+    "include_stop_str in SamplingParams": "include_stop_str_in_output",
+    "bad_words_ids in SamplingParams, which takes token ids": "bad_words",
+    "temperature in SamplingParams: 0 is greedy, above it samples": "do_sample",
+    "json_schema, regex or grammar in SamplingParams": "response_format structured_outputs",
+    "prompt here, which may be chat messages": "messages",
+    "max_sequences in EngineConfig": "max_num_seqs max_running_requests",
+    "memory_fraction in EngineConfig": "gpu_memory_utilization mem_fraction_static",
+    "max_rows in EngineConfig": "max_num_batched_tokens",
+    "max_model_len in EngineConfig": "context_length max_seq_len max_seq_length",
+    "page_size in EngineConfig": "block_size",
+    "kv_dtype in EngineConfig": "kv_cache_dtype",
+    "draft_window in EngineConfig": "num_speculative_tokens",
+    "prefix_cache in EngineConfig": "enable_prefix_caching disable_radix_cache",
+    "cuda_graphs in EngineConfig": "enforce_eager disable_cuda_graph",
+    "drafter in EngineConfig": "speculative_config",
+    "device here, which is one for the whole model": "device_map",
+    "dtype here": "torch_dtype",
 }
-OTHER_NAMES = {name: hint for hint, names in _HINTS.items() for name in names.split()}
+OTHER_NAMES = {
+    name: f"it is called {own}" for own, names in _NAMES.items() for name in names.split()
+}
+OTHER_NAMES |= dict.fromkeys(("best_of", "num_beams"), "there is none")
 
 # Characters of a value in a message.
 LONGEST = 400

@@ -8,27 +8,22 @@ import _signal as signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 class _Guard:
-    """Replaces SIGINT's handler, and remembers whether the signal came."""
+    """In place of SIGINT's handler: remembers whether the signal came."""
 
     def __init__(self) -> None:
         self.came = False
-        self._previous: Any = None
+        self._previous = signal.signal(signal.SIGINT, self._remember)
 
     def _remember(self, number: int, frame: object) -> None:
         self.came = True
-
-    def begin(self) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._remember)
 
     def end(self) -> None:
         """Restore the previous handler and pass on the signal, if it came."""
         signal.signal(signal.SIGINT, self._previous)
         if self.came:
-            self.came = False
             signal.raise_signal(signal.SIGINT)
 
 
@@ -47,15 +42,12 @@ def between_steps() -> Iterator[None]:
     if _guards or not in_main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    guard = _Guard()
-    guard.begin()  # may raise if a signal has just come
-    _guards.append(guard)
+    _guards.append(_Guard())  # may raise if a signal has just come
     try:
         yield
     finally:
-        if guard in _guards:
-            _guards.remove(guard)
-            guard.end()
+        if _guards:
+            _guards.pop().end()
 
 
 def flush() -> None:
@@ -76,5 +68,4 @@ def at_once() -> Iterator[None]:
         guard.end()
         yield
     finally:
-        guard.begin()
-        _guards.append(guard)
+        _guards.append(_Guard())

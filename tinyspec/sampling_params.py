@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +22,7 @@ from tinyspec.scalars import (
     one_of,
     plain,
     plain_list,
+    setting,
     switch,
 )
 
@@ -93,27 +93,12 @@ def _text(field: str, value: Any) -> str:
     return value
 
 
-_SWITCHES = ("deterministic", "ignore_eos", "prompt_logprobs", "thinking", "include_stop_str")
 _SHARE = numbers("a number in [0, 1]", lambda x: 0 <= x <= 1)
 _FINITE = numbers("a finite number", lambda _: True)
-_READ = {
-    **{"max_new_tokens": integers(1), "min_new_tokens": integers(0)},
-    "temperature": numbers(
-        "0 (greedy) or a finite number of at least 1e-6", lambda x: x == 0 or x >= 1e-6
-    ),
-    **{"top_k": integers(0, " (0 and None: off)"), "top_p": _SHARE, "min_p": _SHARE},
-    "repetition_penalty": numbers("a finite number above 0", lambda x: x > 0),
-    **{"frequency_penalty": _FINITE, "presence_penalty": _FINITE},
-    **{"logit_bias": _biases, "bad_words_ids": _words},
-    **{"seed": integers(0, ", or None", bits=64), "num_return_sequences": integers(1)},
-    **dict.fromkeys(_SWITCHES, switch()),
-    "logprobs": switch("; top_logprobs takes a number"),
-    **{"top_logprobs": integers(0), "logprobs_mode": one_of(LOGPROBS_MODES)},
-    **dict.fromkeys(("eos_token_id", "stop_token_ids"), _token_ids),
-    "stop_strings": _strings,
-    **dict.fromkeys(("logits_processors", "stopping_criteria"), _functions),
-    **dict.fromkeys(STRUCTURES, _text),
-}
+_POSITIVE = numbers("a finite number above 0", lambda x: x > 0)
+_TEMPERATURE = numbers(
+    "0 (greedy) or a finite number of at least 1e-6", lambda x: x == 0 or x >= 1e-6
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,37 +157,37 @@ class SamplingParams(Settings):
     Raises ValueError naming the field, its value and what is allowed.
     """
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    logit_bias: Mapping[int, float] | None = dataclass_field(default=None, hash=False)
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    seed: int | None = None
-    deterministic: bool = False
-    num_return_sequences: int = 1
-    eos_token_id: int | Sequence[int] | None = None
-    ignore_eos: bool = False
-    stop_strings: str | Sequence[str] = ()
-    stop_token_ids: int | Sequence[int] = ()
-    logprobs: bool = False
-    top_logprobs: int = 0
-    prompt_logprobs: bool = False
-    logprobs_mode: str = "processed"
-    logits_processors: Sequence[Callable[..., Any]] | Callable[[], Sequence[Any]] = ()
-    stopping_criteria: Sequence[Callable[..., Any]] = ()
-    thinking: bool = False
-    include_stop_str: bool = True
-
-    READ = _READ
+    max_new_tokens: int | None = setting(128, integers(1))
+    min_new_tokens: int = setting(0, integers(0))
+    temperature: float = setting(0.0, _TEMPERATURE)
+    top_k: int | None = setting(None, integers(0, " (0 and None: off)"))
+    top_p: float | None = setting(None, _SHARE)
+    min_p: float | None = setting(None, _SHARE)
+    logit_bias: Mapping[int, float] | None = setting(None, _biases, hash=False)
+    repetition_penalty: float = setting(1.0, _POSITIVE)
+    frequency_penalty: float = setting(0.0, _FINITE)
+    presence_penalty: float = setting(0.0, _FINITE)
+    bad_words_ids: Sequence[Sequence[int]] | None = setting(None, _words)
+    json_schema: str | Mapping[str, Any] | None = setting(None, _text)
+    regex: str | None = setting(None, _text)
+    grammar: str | None = setting(None, _text)
+    seed: int | None = setting(None, integers(0, ", or None", bits=64))
+    deterministic: bool = setting(False, switch())
+    num_return_sequences: int = setting(1, integers(1))
+    eos_token_id: int | Sequence[int] | None = setting(None, _token_ids)
+    ignore_eos: bool = setting(False, switch())
+    stop_strings: str | Sequence[str] = setting((), _strings)
+    stop_token_ids: int | Sequence[int] = setting((), _token_ids)
+    logprobs: bool = setting(False, switch("; top_logprobs takes a number"))
+    top_logprobs: int = setting(0, integers(0))
+    prompt_logprobs: bool = setting(False, switch())
+    logprobs_mode: str = setting("processed", one_of(LOGPROBS_MODES))
+    logits_processors: Sequence[Callable[..., Any]] | Callable[[], Sequence[Any]] = setting(
+        (), _functions
+    )
+    stopping_criteria: Sequence[Callable[..., Any]] = setting((), _functions)
+    thinking: bool = setting(False, switch())
+    include_stop_str: bool = setting(True, switch())
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import Any, ClassVar
+from dataclasses import field, fields
+from typing import Any
 
 from tinyspec.errors import refuse, refuse_other_names
 
@@ -81,22 +81,24 @@ def switch(more: str = "") -> Reader:
     return allowed(f"True or False{more}", lambda x: isinstance(x, bool))
 
 
-class Settings:
-    """Base of a frozen dataclass of settings. Numbers of numpy and torch become Python's; each
-    value is read as ``READ`` says of its field, unless it is None and the field's type allows it.
-    """
+def setting(default: Any, read: Reader, **how: Any) -> Any:
+    """A field of Settings, and how its values are read. how: of ``dataclasses.field``."""
+    return field(default=default, metadata={"read": read}, **how)
 
-    READ: ClassVar[dict[str, Reader]]
+
+class Settings:
+    """Base of a frozen dataclass of fields by ``setting``. Numbers of numpy and torch become
+    Python's; each value is read, unless it is None and the field's type allows it."""
 
     def __new__(cls, **given: Any) -> Any:
         refuse_other_names(given)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            given = getattr(self, field.name)
-            value, read = plain(given), self.READ.get(field.name)
-            if read is not None and not (value is None and "None" in str(field.type)):
-                value = read(field.name, value)
+        for one in fields(self):  # type: ignore[arg-type]
+            given = getattr(self, one.name)
+            value = plain(given)
+            if not (value is None and "None" in str(one.type)):
+                value = one.metadata["read"](one.name, value)
             if value is not given:
-                object.__setattr__(self, field.name, value)
+                object.__setattr__(self, one.name, value)

@@ -10,21 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks import launches, roofline
+from benchmarks import launches
 from benchmarks.launches import Launches, recorded
 from benchmarks.presets import PRESETS, build
-
-
-def test_operators():
-    """Views and allocations launch nothing; casts that change nothing do not either."""
-    x, found = torch.ones(4, 8), Launches()
-    with recorded(found):
-        y = x.view(8, 4).t().float()
-        torch.empty(9)
-        z = y.contiguous()
-        z.to(torch.bfloat16).add_(1)
-    assert found.counts == {"aten.clone": 1, "aten._to_copy": 1, "aten.add_": 1}
-    assert found.bytes == {"aten.clone": 2 * 128, "aten._to_copy": 128 + 64, "aten.add_": 64}
 
 
 @triton.jit
@@ -50,11 +38,6 @@ def of_layers(kind="llama", linear="auto"):
     return [launches.decode_pass(model, 3, 40, linear) for model in models]
 
 
-@pytest.fixture(scope="module")
-def passes():
-    return of_layers()
-
-
 def a_layer(one, two):
     """What the second layer launches, by name."""
     return {name: count for name in two.counts if (count := two.counts[name] - one.counts[name])}
@@ -76,15 +59,3 @@ def test_launches_of_a_pass(kind, linear):
     rest = one.counts - Counter(a_layer(one, two))
     assert rest.total() == 10
     assert rest["sample_kernel"] == rest["sample_merge_kernel"] == 1
-
-
-def test_bytes(passes):
-    """All that must move does; a pass moves less than thrice as much."""
-    shape = roofline.preset_config("tiny")
-    least = sum(work.bytes for work in roofline.decode(shape, 3, 40).values())
-    pages = launches.page_bytes(shape, 3, 40)
-    assert pages == 2 * (40 + 1) * 3 * 2 * 2 * 16 * 2
-    moved = passes[1].bytes.total() + pages
-    assert least < moved < 3 * least
-    text = launches.launch_table(passes[1], pages, least)
-    assert f"| all | {passes[1].counts.total()} | {moved / 1e6:.4g} |" in text

@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks import journal, on_gpu
-from benchmarks.journal import Journal, report
 from benchmarks.on_gpu import Step, gpu_steps, run_all, smoke_steps
 
 ROOT = Path(__file__).parents[2]
@@ -22,18 +21,6 @@ def results(folder: Path) -> dict[str, str]:
     """How every step ended."""
     lines = journal.read(folder / "results.jsonl")
     return {line["case"]: line["result"] for line in lines if "result" in line}
-
-
-def test_a_cut_line_is_left_out(tmp_path):
-    lines = Journal(tmp_path / "f")
-    lines.add("a", "one", seconds=1.5)
-    lines.add("a", "two", error=f"in {ROOT}/x.py | y")
-    whole = (tmp_path / "f").read_text()
-    for end in range(len(whole) + 1):
-        (tmp_path / "f").write_text(whole[:end])
-        assert len(list(journal.read(tmp_path / "f"))) == whole[:end].count("\n")
-    assert str(ROOT) not in whole
-    assert "| one | 1.5 |  |  |\n| two |  | in ./x.py / y |  |" in report(tmp_path / "f")
 
 
 def test_steps(tmp_path, monkeypatch, capsys):

@@ -69,9 +69,3 @@ def test_decode_steps(config, tied, billions, kv_bytes, milliseconds):
         assert read < sum(work.bytes for work in works.values()) < 1.02 * read
         assert 1e3 * read / 4.3e12 == pytest.approx(expected, rel=5e-3)
         assert 1e3 * roofline.floor(works, COPY) == pytest.approx(expected, rel=2e-2)
-
-
-def test_command(capsys):
-    assert roofline.main(["--preset", "qwen3-0.6b", "--batch", "64", "--bandwidth", "4300"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| all"))
-    assert line.split("|")[2:5] == [" 8862 ", " 91.32 ", " 2061 "]

@@ -6,22 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import bench_thinking
-from tests.support.thinking import engine_of, params, prompt_of, thinking_model, tokenizer
-
-
-def test_it_runs(tmp_path, capsys):
-    thinking_model(biased=False).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    bench_thinking.main([str(tmp_path), "--smoke"])
-    assert capsys.readouterr().out == ""
-    found = tmp_path / "found.json"
-    given = ["--rounds", "1", "--flips", "3", "--count", "2", "--batches", "2"]
-    given += ["--json", str(found)]
-    bench_thinking.main([str(tmp_path), *given])
-    results = json.loads(found.read_text())
-    assert len(results) == 12 and len(capsys.readouterr().out.splitlines()) == 14
-    for result in results:
-        assert result["rounds"] <= result["chunks"] and result["seconds"] > 0
+from tests.support.thinking import engine_of, params, prompt_of, thinking_model
 
 
 def test_windows_that_do_not_agree():

@@ -13,30 +13,20 @@ from tinyspec import Completion, RequestOutput, SamplingParams
 
 COMMANDS = {
     "demo": (["demo", "--crowd", "0"], "--crowd=0 is not allowed: an integer of at least 1"),
-    "a seed": (["demo", "--seed", "-1"], "--seed=-1 is not allowed: an integer in [0, 2**63)"),
-    "doctor": (["doctor", "--reference-rows", "3"], "reference_rows=3 is not allowed: an integer"),
     "audit": (["audit", "nowhere.jsonl"], "tinyspec: nowhere.jsonl: No such file or directory"),
     "diff": (["diff", "-", "-"], "second='-' is not allowed: a file; standard input can be read"),
     "trace": (["trace", "nowhere.json", "-o", "x.svg"], "nowhere.json: No such file or directory"),
-    "a folder": (["generate", "--file", "."], "tinyspec: .: Is a directory"),
     "an empty prompt": (["generate", ""], "prompt 1: prompt=[] is not allowed: at least one token"),
-    "bytes": (["generate", "a\udcffb"], r"prompt[1]='\udcff' is not allowed: no lone surrogates"),
     "score bytes": (["score", "a\udcffb", "x"], "prompt[1]='\\udcff' is not allowed: no lone"),
-    "no tokens": (["score", "x", ""], "continuation=[] is not allowed: at least one token"),
-    "half a pair": (["score", "x"], "continuation=None is not allowed: a prompt and its cont"),
     "a missing model": (["generate", "--model", "no/such", "x"], "model='no/such' is not allowed"),
     "no GPU": (
         ["generate", "Once", "--device", "cuda"],
         "device='cuda' is not allowed: auto, cpu, cuda or cuda:N, and torch finds no",
     ),
-    "a dtype": (["generate", "Once", "--dtype", "float9"], "--dtype: invalid choice: 'float9'"),
     "a value": (["generate", "Once", "--top-p", "2"], "top_p=2.0 is not allowed: a number in ["),
-    "a type": (["generate", "Once", "--top-k", "many"], "argument --top-k: invalid int value"),
-    "no file": (["generate", "--file", "no.txt"], "tinyspec: no.txt: No such file or directory"),
     "a trace": (["generate", "Once", "--trace", "no/run.json"], "no/run.json: No such file or"),
     "--resume": (["generate", "Once", "--resume"], "--resume=True is not allowed: together with"),
     "no command": ([], "the following arguments are required: COMMAND (see tinyspec --help)"),
-    "another": (["serv"], "invalid choice: 'serv'"),
 }
 
 
@@ -122,11 +112,10 @@ def test_ctrl_c_while_libraries_load(load, status, told):
     assert (done.returncode, lines) == (status, [told])
 
 
-@pytest.mark.slow("installation", 30)
-@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 2.0, 3.0])
+@pytest.mark.slow("installation", 20)
 @pytest.mark.parametrize("name", ["demo", "doctor"])
-def test_ctrl_c_at_any_time(name, seconds):
-    """One line and 130, whatever the command is doing."""
+def test_ctrl_c_while_it_runs(name):
+    """One line and 130, whatever the command is doing once libraries are loaded."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tinyspec", name],
         stdout=subprocess.DEVNULL,
@@ -135,7 +124,7 @@ def test_ctrl_c_at_any_time(name, seconds):
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     try:
-        child.wait(seconds)
+        child.wait(6)
     except subprocess.TimeoutExpired:
         child.send_signal(signal.SIGINT)
     lines = child.communicate(timeout=120)[1].decode().splitlines()

@@ -1,6 +1,7 @@
 """Attention of a row alone and in its prompt: head sizes, softcaps, and a probe that tells."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,17 +9,15 @@ import torch
 from tests.support import zoo
 from tests.support.budget import first
 from tests.support.tiny import tiny
-from tinyspec import DeterminismError, Engine, EngineConfig
+from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import attention_probe
 from tinyspec.determinism.attention_probe import (
     LENGTH,
     MANY_ROWS,
     AttentionKind,
-    AttentionProbe,
     attention_kinds,
     compare_attention,
 )
-from tinyspec.determinism.results import ComparedRows
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention as twin
@@ -45,8 +44,10 @@ EVEN_GROUPS = ((8, 2, 128), (4, 4, 64), (8, 1, 256), (16, 1, 80))
 def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, sinks=False, **more):
     """One kind of calls, by one round or more."""
     kind = AttentionKind(LayerShape(*heads, dim, softcap, sinks=sinks), reach or Reach())
-    like, known = torch.empty(0, dtype=dtype), ComparedRows(kind.name)
-    return AttentionProbe(kernels, like, more.pop("kv_dtype", dtype)).compare(kind, known, **more)
+    runner = {"kernels": kernels, "dtype": dtype, "kv_dtype": more.pop("kv_dtype", dtype)}
+    runner = SimpleNamespace(**runner, device=torch.device("cpu"))
+    (found,) = compare_attention(runner, [kind], **more)
+    return found
 
 
 def of_engine(engine):
@@ -218,21 +219,3 @@ def test_near_bounds_meet_the_same_boundaries():
         assert seen and seen <= ends(bound, range(bound, bound + 512))
     # As it was, for half of all bounds.
     assert not ends(256 + 4096 % 256, range(LENGTH)) & ends(4096, range(4096, 4608))
-
-
-def test_the_advice_for_attention(no_results_on_disk):
-    """Not other reference_rows, which attention does not know."""
-    whole = kernels.load("torch").paged_attention
-
-    def other(q, *args, **kwargs):
-        return whole(q, *args, **kwargs) * (1 + 2e-7 * (len(q) == 1))
-
-    with Engine(tiny()) as engine:
-        context = engine.served.context
-        context.kernels = replace(context.kernels, paged_attention=other)
-        engine.contract.drop_fingerprint()
-        with pytest.raises(DeterminismError, match="attention") as caught:
-            engine.contract.probe(fresh=True)
-            engine.contract.ensure()
-    message = str(caught.value)
-    assert "dtype" in message and "try other reference_rows" not in message

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear
 from tests.support.thinking import all_bits, engine_of, exact, prompt_of, thinking_model
-from tinyspec.determinism.rows import BatchFunction, other_than
+from tinyspec.determinism.rows import BatchFunction
 from tinyspec.thinking.thinker import REFERENCE, SIZES, ChunkBatches
 
 PROMPT, OTHER = prompt_of(67, 67), prompt_of(70, 3)
@@ -57,29 +57,6 @@ def test_every_count_gives_the_same_bits(kind):
             assert sizes == {1: [1], 3: [8], 8: [8], 9: [16], 17: [32], 33: [64]}.get(
                 count, [64, 64, 16]
             )
-
-
-class Mixing(RowByRowLinear):
-    """Adds a little of the chunk that is so many places before, where there is one."""
-
-    distance = 20
-
-    def forward(self, x):
-        return super().forward(x + 1e-6 * (x.roll(self.distance, 0) if len(x) > 20 else 0))
-
-
-def test_chunks_that_mix_in_larger_batches_only():
-    recorded = Recorded(Mixing)
-    function = BatchFunction("it", recorded, LENGTH, torch.empty(0, WIDTH))
-    assert [other_than([function], REFERENCE, size) for size in (1, 16, 32, 64)] == [
-        *(None, None),
-        *("it", "it"),
-    ]
-    batches = recorded.batches()
-    batches.prove()
-    assert batches.reference == REFERENCE
-    _, sizes = results(recorded, batches, torch.randn(64, LENGTH, WIDTH), 64)
-    assert sizes == [16] * 4
 
 
 def test_states_of_plain_requests_are_no_deterministic_ones():

@@ -1,6 +1,5 @@
 """What of the package's own code is in the fingerprint and in the key of probe results."""
 
-import ast
 import shutil
 
 import pytest
@@ -9,10 +8,9 @@ import torch
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import fingerprint
-from tinyspec.determinism.fingerprint import PACKAGE, syntax_digest
-from tinyspec.determinism.results import package_digest
+from tinyspec.determinism.fingerprint import WINGS
+from tinyspec.determinism.results import PACKAGE, code_digest
 from tinyspec.model.checksum import row_checksums
-from tinyspec.thinking.thinker import CODE
 
 # One file of each wing that decides bits, twins and kernels apart.
 FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/linears.py", "runner/sampler.py")
@@ -20,57 +18,34 @@ FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/linears.py", "ru
 
 @pytest.fixture
 def copy(tmp_path):
-    """The package in another place."""
-    ignored = shutil.ignore_patterns("__pycache__", "storyteller")
-    return shutil.copytree(PACKAGE, tmp_path / "elsewhere" / "tinyspec", ignore=ignored)
-
-
-def edit(path, change):
-    before = path.read_text()
-    after = change(before)
-    assert after != before
-    path.write_text(after)
-
-
-def other_docstrings(text):
-    """Formatted by ``ast``, too."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if documented and ast.get_docstring(node):
-            node.body[0].value.value = "other words"
-    return ast.unparse(tree)
-
-
-def other_constant(text):
-    tree = ast.parse(text)
-    numbers = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and type(n.value) is int)
-    next(numbers).value += 1
-    return ast.unparse(tree)
+    """A package of these files and a few more."""
+    for name in (*FILES, "scheduler/buckets.py", "thinking/taps.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PACKAGE / name, tmp_path / name)
+    return tmp_path
 
 
 def digests(root):
-    """Of the wings that decide bits, and of every file."""
-    return syntax_digest.__wrapped__(root), package_digest.__wrapped__(root)
+    """Of the wings that decide bits, of thinking's, and of every file."""
+    found = (code_digest.__wrapped__(*of, root=root) for of in (WINGS, ("thinking",), ()))
+    return dict(zip(("passes", "thinking", "all"), found, strict=True))
 
 
-def test_what_the_digests_see(copy):
+def test_what_the_digests_see(copy, tmp_path_factory):
     """The fingerprint's what decides bits, wherever it is installed; the key of results all."""
-    own = digests(PACKAGE)
-    assert digests(copy) == own
-    for name in FILES:
+    own = digests(copy)
+    assert digests(shutil.copytree(copy, tmp_path_factory.mktemp("elsewhere") / "p")) == own
+    seen = {name: {"passes", "all"} for name in FILES}
+    seen |= {"thinking/taps.py": {"thinking", "all"}, "scheduler/buckets.py": {"all"}}
+    for name, kinds in seen.items():
         text = (copy / name).read_text()
-        for change in (lambda text: text + "\n# a comment\n", other_docstrings):
-            edit(copy / name, change)
-            syntax, files = digests(copy)
-            assert syntax == own[0] and files != own[1]
-        edit(copy / name, other_constant)
-        assert digests(copy)[0] != own[0]
+        (copy / name).write_text(text + "x = 1\n")
+        found = digests(copy)
+        assert {kind for kind in own if found[kind] != own[kind]} == kinds, name
         (copy / name).write_text(text)
-    edit(copy / "scheduler" / "buckets.py", other_constant)
-    assert digests(copy)[0] == own[0]
+    assert digests(copy) == own
     (copy / "runner" / "sampler.py").rename(copy / "runner" / "picker.py")
-    assert digests(copy)[0] != own[0]
+    assert digests(copy)["passes"] != own["passes"]
 
 
 def test_the_fingerprint_holds_it(monkeypatch):
@@ -78,7 +53,7 @@ def test_the_fingerprint_holds_it(monkeypatch):
         own = engine.fingerprint
         engine.weights_changed()
         assert engine.fingerprint == own
-        monkeypatch.setattr(fingerprint, "syntax_digest", lambda: "other code")
+        monkeypatch.setattr(fingerprint, "code_digest", lambda *_: "other code")
         engine.weights_changed()
         assert engine.fingerprint != own
 
@@ -95,14 +70,3 @@ def test_row_checksums():
         rows[0, 7] = nan
         swapped[0, 7] = torch.nan
         assert row_checksums(rows)[0] == row_checksums(swapped)[0]
-
-
-@pytest.mark.parametrize("name", CODE)
-def test_code_of_thinking_has_a_digest_of_its_own(copy, name):
-    of_thinking = lambda root: syntax_digest.__wrapped__(root, CODE)  # noqa: E731
-    assert of_thinking(copy) == of_thinking(PACKAGE)
-    edit(copy / name, other_docstrings)
-    assert of_thinking(copy) == of_thinking(PACKAGE)
-    (copy / name).write_text((copy / name).read_text() + "\nMORE = 1\n")
-    assert of_thinking(copy) != of_thinking(PACKAGE)
-    assert syntax_digest.__wrapped__(copy) == syntax_digest.__wrapped__(PACKAGE)

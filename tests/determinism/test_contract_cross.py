@@ -1,11 +1,12 @@
 """The contract crossed with all that must not matter: the cache, chunks, sizes, ways, dtypes.
 
 Every test compares the bits of the same requests; the controls that such a comparison can fail on
-these models stand in tests/determinism/test_scenarios.py.
+these models stand beside them.
 """
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,26 @@ def test_reference_rows_is_the_one_size_that_counts(reference_rows):
         assert engine.fingerprint not in prints
 
 
+def of_copies(dtype, deterministic):
+    """Bits of a request alone, and of many copies of it in one call and as completions."""
+    wanted = greedy(12, temperature=0.9, seed=17, top_p=0.95)
+    request = (text(19, seed=2), wanted if deterministic else plain(wanted))
+    found = []
+    for count, completions in ((1, 1), (11, 1), (1, 4)):
+        asked = (request[0], replace(request[1], num_return_sequences=completions))
+        with engine_of(model_of("shape-sensitive", dtype), page_size=8) as engine:
+            found += [bits(output)[:1] for output in run(engine, [asked] * count)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", first(1, DTYPES, 2))
+def test_copies(dtype):
+    alone, *copies = of_copies(dtype, deterministic=True)
+    assert copies == [alone] * 12
+    alone, *copies = of_copies(dtype, deterministic=False)
+    assert any(found != alone for found in copies), "control"
+
+
 LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 300)
 
 
@@ -128,10 +149,10 @@ def test_chunks(dtype):
     "dtype",
     first(1, ["bf16", "fp32", "fp16"], 8),
 )
-def test_a_prompt_of_4000_tokens(dtype):
+def test_a_long_prompt(dtype):
     """Alone in large chunks, in small ones twice among others, and in a warm cache."""
-    model = model_of("shape-sensitive", dtype, positions=4352)
-    request = (text(4000, seed=4), greedy(6, temperature=0.7, seed=1))
+    model = model_of("shape-sensitive", dtype, positions=2048)
+    request = (text(1696, seed=4), greedy(6, temperature=0.7, seed=1))
     small = {"reference_rows": 128, "max_rows": 200, "page_size": 16}
     others = crowd(random.Random(1), 6)
     with engine_of(model, reference_rows=128, max_rows=1024) as engine:
@@ -142,7 +163,7 @@ def test_a_prompt_of_4000_tokens(dtype):
         again = engine.generate([request[0]], request[1])[0]
     assert bits_of(among[-2:]) == [alone, alone]
     assert bits(again) == alone
-    assert again.completions[0].stats.cached_prompt_tokens == 3999
+    assert again.completions[0].stats.cached_prompt_tokens == 1695
     with engine_of(model, **small) as engine:
         unflagged = bits(run(engine, [*others, (request[0], plain(request[1]))])[-1])
     assert unflagged != alone  # control

@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.determinism import test_scenarios
 from tests.determinism.test_attention_probe import of_engine, probe
-from tests.determinism.test_scenarios import FAMILIES as SCENARIOS
 from tests.support.budget import first
 from tests.support.cases import DTYPES, KINDS, bits_of, engine_of, greedy, model_of, run, text
 from tests.support.mixes import bits, crowd, plain, solo
@@ -48,16 +46,6 @@ def test_control_without_the_flag_bits_differ():
     assert found != alone
 
 
-@pytest.mark.slow("crosses", 3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenarios_of_the_contract(scenario, dtype, monkeypatch):
-    monkeypatch.setattr(test_scenarios, "engine_of", coded)
-    compared = list(SCENARIOS[scenario](model_of("shape-sensitive", dtype), deterministic=True))
-    assert len(compared) >= 4
-    assert [where for where, expected, found in compared if expected != found] == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_cache_holds(dtype):
     """Codes of the keys and values of the model's own cache, and later layers follow from them."""
@@ -77,14 +65,6 @@ def test_what_the_cache_holds(dtype):
         for before, after in zip(own, codes, strict=True)
     )
     assert first_k and first_v and not next_k and not next_v
-
-
-def test_fingerprints_differ():
-    model, found = tiny(), []
-    for make in (engine_of, coded, coded):
-        with make(model, linear="never") as engine:
-            found.append(engine.fingerprint)
-    assert found[0] != found[1] == found[2]
 
 
 def test_the_probe_reads_codes(monkeypatch):

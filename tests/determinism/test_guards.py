@@ -21,8 +21,6 @@ MLP, NORM = "model.layers.0.mlp", "model.layers.0.input_layernorm"
 ON_THE_HOST = {
     "bool": lambda x, y: y * 0.5 if (x.abs() > LIMIT).any() else y,
     "item": lambda x, y: y * 0.5 if x.abs().max().item() > LIMIT else y,
-    "count": lambda x, y: y * 0.5 if int((x.abs() > LIMIT).sum()) else y,
-    "tolist": lambda x, y: y * 0.5 if max(x.abs().amax(-1)[0].tolist()) > LIMIT else y,
     "numpy": lambda x, y: y * 0.5 if x.numpy().max() > LIMIT else y,
     "shape": lambda x, y: y * 0.5 if len(x[x.abs() > LIMIT]) else y,
     "where": lambda x, y: y * 0.5 if len(torch.where(x.abs() > LIMIT)[0]) else y,
@@ -34,7 +32,6 @@ ON_THE_DEVICE = {
 }
 GUARDS = {**ON_THE_HOST, **ON_THE_DEVICE}
 HARMLESS = {
-    "nothing": lambda x, y: y,
     "each row": lambda x, y: torch.where((x.abs() > LIMIT).any(-1, keepdim=True), y * 0.5, y),
     "shapes": lambda x, y: y if x.shape[1] > 0 and len(x) == 1 else y * 0.5,
     "a constant": lambda x, y: y * torch.tensor([0.5, 2.0])[1].item(),
@@ -108,7 +105,7 @@ def alone_and_beside(model, **changes):
     """Bits of one request alone, and beside prompts of ``LARGE``."""
     prompt = [token for token in text(9) if token != LARGE]
     params = greedy(6, **changes)
-    with engine_of(model, prefix_cache=False) as engine:
+    with engine_of(model, prefix_cache=False, max_rows=16) as engine:
         (alone,) = engine.generate([prompt], params)
         beside = engine.generate([prompt, [LARGE] * 5], params)[0]
     return bits_of([alone]), bits_of([beside])
@@ -127,12 +124,14 @@ def test_a_guard_over_the_pass_is_refused(rule):
         alone_and_beside(model)
 
 
-@pytest.mark.parametrize("rule", [ON_THE_HOST["bool"], ON_THE_DEVICE["any"]], ids=["host", "any"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_guard_anywhere_is_refused(place, rule):
-    model, name = guarded(rule, place)
+def test_a_guard_anywhere_is_refused(place):
+    """Control: without a guard they are served."""
+    model, name = guarded(ON_THE_DEVICE["any"], place)
     with pytest.raises(DeterminismError, match=f"^{name}: "):
         alone_and_beside(model)
+    alone, beside = alone_and_beside(guarded(HARMLESS["each row"], place)[0])
+    assert alone == beside
 
 
 @pytest.mark.parametrize("rule", GUARDS.values(), ids=GUARDS)
@@ -147,13 +146,7 @@ def test_control_guards_change_bits(rule, monkeypatch):
     assert alone != beside
 
 
-@pytest.mark.parametrize("rule", HARMLESS.values(), ids=HARMLESS)
-def test_what_looks_at_no_other_row_is_served(rule):
-    alone, beside = alone_and_beside(guarded(rule)[0])
-    assert alone == beside
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_modules_without_a_guard_are_served_anywhere(place):
-    alone, beside = alone_and_beside(guarded(HARMLESS["each row"], place)[0])
+@pytest.mark.parametrize("name", ["shapes", "a constant", "positions"])
+def test_what_looks_at_no_other_row_is_served(name):
+    alone, beside = alone_and_beside(guarded(HARMLESS[name])[0])
     assert alone == beside

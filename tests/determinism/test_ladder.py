@@ -85,7 +85,7 @@ def test_control_a_false_fact(monkeypatch):
     on_demand(monkeypatch)
     assert served(model, requests)[0] == expected
 
-    def false(prober, probe, results, rows):
+    def false(prober, results, rows):
         return results.with_bucket(BucketResult(rows, True, (), 0.001))
 
     monkeypatch.setattr(proof, "prove_bucket", false)
@@ -271,7 +271,7 @@ def test_a_reference_bucket_that_turns_out_unsound(monkeypatch):
         alone = bits(engine.generate(prompts(1), plain)[0])
         engine.contract.ensure()
         on_demand(monkeypatch)
-        monkeypatch.setattr(proof, "compare_passes", lambda *_: broken)
+        monkeypatch.setattr(proof.Prober, "differs", lambda *_: broken)
         outputs = engine.generate(prompts(1) * 2, [DETERMINISTIC, plain])
         ends = [o.completions[0].finish_reason for o in outputs]
         assert ends == ["abort", "length"] and wrong in outputs[0].completions[0].error

@@ -9,7 +9,7 @@ from tests.support.drop_in import PAD, patched, random_ids
 from tests.support.tiny import tiny
 
 PROMPT = random_ids(40)
-KINDS = pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=str)
+KINDS = pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}], ids=str)
 
 
 def step(*parameters, **kind):

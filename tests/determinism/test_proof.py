@@ -9,15 +9,15 @@ from huggingface_hub import constants
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.changes import Tuner
 from tests.support.mixes import bits
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import results
 from tinyspec.kernels.twins import layers as twins
+from tinyspec.model.attention import AttentionContext
 from tinyspec.model.checksum import checksum
-from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
+from tinyspec.model.cpu_linears import cpu_stand_ins
 from tinyspec.model.linears import KernelLinear
 
 SIZES = [2, 4, 8, 16]
@@ -41,19 +41,16 @@ def proven(model, **config):
 # Facts on disk
 
 
-# Settings, and whether what is known with the defaults holds with them.
-OTHERS = (
-    *(({"linear": "always"}, False), ({"reference_rows": 12}, False), ({"max_rows": 20}, False)),
-    *(({"max_model_len": 100}, False), ({"linear": "never"}, False)),
-    ({"draft_window": 3, "verify": "always", "prefix_cache": False}, True),
-)
+OTHERS = ({"linear": "always"}, {"reference_rows": 12}, {"max_rows": 20}, {"max_model_len": 100})
 
 
-@pytest.mark.parametrize(("other", "shared"), OTHERS, ids=str)
-def test_which_settings_share_facts(probed, other, shared):
+def test_which_settings_share_facts(probed, proven_on_demand):
     proven(tiny())
-    proven(tiny(), **other)
-    assert len(probed) == (1 if shared else 2)
+    for number, other in enumerate(OTHERS, 2):
+        proven(tiny(), **other)
+        assert len(probed) == number, other
+    proven(tiny(), draft_window=3, verify="always", prefix_cache=False)
+    assert len(probed) == 1 + len(OTHERS)
 
 
 def test_fresh_facts_replace_those_on_disk(home, probed):
@@ -89,7 +86,7 @@ def third_rows_nudged(whole, only):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def broken(request, monkeypatch):
     """dtype; linears with 192 outputs break fact 1 in it, and the kernel does not."""
-    served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), FastMode())
+    served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), AttentionContext())
     cls = next(map(type, served.values()), nn.Linear)
     forward = third_rows_nudged(cls.forward, lambda module: module.out_features == 192)
     monkeypatch.setattr(cls, "forward", forward)
@@ -176,8 +173,8 @@ def test_always_makes_every_bucket_canonical(dtype):
         assert engine.contract.results.canonical == SIZES
         assert not any(fact.own_way for fact in engine.contract.results.buckets)
         assert engine.stats().drafted == 0
-        kinds = {type(m) for m in engine.runner.model.modules() if hasattr(m, "out_features")}
-        assert kinds == {KernelLinear}
+        linears = [m for m in engine.runner.model.modules() if hasattr(m, "out_features")]
+        assert linears and all(isinstance(linear, KernelLinear) for linear in linears)
         always = engine.fingerprint
     with Engine(model, config=EngineConfig(**CONFIG, linear="always", verify="always")) as engine:
         others = engine.generate(prompts(5), DETERMINISTIC)
@@ -229,7 +226,7 @@ def test_whether_weights_ask_for_gradients_is_in_the_fingerprint():
 
 
 @pytest.mark.parametrize("change", first(2, ["threads", "layout", "module", "hook", "frozen"], 1))
-def test_what_loses_the_proof(probed, change, two_threads):
+def test_what_loses_the_proof(probed, change, two_threads, proven_on_demand):
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         engine.contract.ensure()
@@ -251,44 +248,8 @@ def test_what_loses_the_proof(probed, change, two_threads):
         assert not engine.contract.refresh()
 
 
-def switch(tuner):
-    tuner._active = ["fr"]
-
-
-def disable(tuner):
-    tuner._disabled = True
-
-
-def rescale(tuner):
-    tuner.scaling["en"] = 0.5
-
-
-def merge(tuner):
-    tuner.merged_adapters.append("en")
-
-
-@pytest.mark.parametrize("change", first(2, [switch, rescale, disable, merge], 1))
-def test_adapters_in_use_are_part_of_the_fingerprint(change):
-    model = tiny()
-    tuner = model.model.layers[0].mlp.down_proj = Tuner(model.model.layers[0].mlp.down_proj)
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        before = engine.generate(prompts(3), DETERMINISTIC)
-        assert not engine.contract.refresh()
-        change(tuner)
-        assert engine.contract.changed()
-        after = engine.generate(prompts(3), DETERMINISTIC)
-        assert before[0].fingerprint != after[0].fingerprint
-        if change is not merge:
-            assert [bits(o) for o in before] != [bits(o) for o in after]
-        tuner._active, tuner._disabled, tuner.merged_adapters = ["en"], False, []
-        tuner.scaling["en"] = 1.0
-        again = engine.generate(prompts(3), DETERMINISTIC)
-        assert again[0].fingerprint == before[0].fingerprint
-        assert [bits(o) for o in again] == [bits(o) for o in before]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("size", [0, 1, 3, 5, 64, 1001])
+@pytest.mark.parametrize("size", [0, 1, 3, 1001])
 def test_checksum(dtype, size):
     generator = torch.Generator().manual_seed(size)
     x = torch.randint(-100, 100, (size + 1,), generator=generator).to(dtype)

@@ -83,15 +83,12 @@ def test_every_cut_and_every_changed_byte(file):
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("", "JSONDecodeError"),
         ("[" * 10**6, "RecursionError"),
-        ("7", "TypeError"),
-        ('{"key": "key"}', "KeyError"),
         (signed(plain()).replace('"key": "key"', '"key": "other"'), "checksum"),
         (signed(plain()).replace('"reference": 8', '"reference": 9'), "checksum"),
         (signed({**plain(), "more": 1}), "TypeError"),
     ],
-    ids=["empty", "nested", "number", "lacking", "key", "changed", "more"],
+    ids=["nested", "key", "changed", "more"],
 )
 def test_bytes_that_are_no_results(file, caplog, text, why):
     file.write_text(text)

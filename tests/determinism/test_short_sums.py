@@ -105,7 +105,7 @@ def alike(pool: torch.Tensor, weight: torch.Tensor) -> int:
     return sum(not unequal_bits(a, b).any() for a, b in combinations(every, 2))
 
 
-@pytest.mark.parametrize("terms", range(3, 17))
+@pytest.mark.parametrize("terms", [3, 4, 5, 7, 12, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_needles_show_every_pair_of_orders(dtype, terms):
     weight = weight_of(terms, dtype)
@@ -119,7 +119,7 @@ def test_rows_in_which_the_same_terms_cancel_do_not(terms):
     assert alike(rows, weight) > 0
 
 
-@pytest.mark.parametrize("terms", range(3, 17))
+@pytest.mark.parametrize("terms", [3, 4, 6, 13])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_linear_that_adds_otherwise_from_32_rows_on(dtype, terms):
     weight = weight_of(terms, dtype)

@@ -1,5 +1,6 @@
 """Thinking requests keep the contract: thoughts, tokens and log-probabilities, bit for bit."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -10,8 +11,7 @@ from torch import nn
 from tests.support.cases import drain
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
-from tinyspec import Engine, EngineConfig
-from tinyspec.thinking.model import ThinkingModel
+from tinyspec import Engine
 from tinyspec.thinking.thinker import REFERENCE
 
 NEEDLES = [
@@ -150,7 +150,7 @@ def test_changed_while_several_completions_run(steps):
     model = thinking_model()
     wanted = params(30, num_return_sequences=3, logprobs=True)
     prompt = prompt_of(67, 67)
-    for settings in ({"thinking_window": 1}, {"max_rows": 21}, {}):
+    for settings in ({"thinking_window": 1}, {"max_rows": 21}):
         with engine_of(model, **settings) as engine:
             name = engine.add_request(prompt, wanted)
             for _ in range(steps):
@@ -163,12 +163,46 @@ def test_changed_while_several_completions_run(steps):
         assert all(completion.error is None for completion in done.completions)
 
 
-def test_verified_weights():
-    """Writes through ``.data`` to the blocks, where they are digested at every call."""
+def block(model):
+    other = copy.deepcopy(model.compression)
+    with torch.no_grad():
+        other.block.layer.mlp.up_proj.weight.mul_(-1)
+    model.compression = other
+
+
+def hook(model):
+    model.compression.block.layer.mlp.register_forward_hook(lambda module, given, found: 2 * found)
+
+
+@pytest.mark.parametrize("change", [block, hook])
+def test_other_blocks_are_noticed(change):
     model = thinking_model()
-    settings = EngineConfig(verify_weights=True)
-    with Engine(model, config=settings) as engine:
-        before = engine.fingerprint
-        model.thinking.head.weight.data[3, 5] += 1
-        assert engine.fingerprint != before
-    assert isinstance(model, ThinkingModel)
+    with engine_of(model) as engine:
+        before = engine.generate(*NEEDLES[0])[0]
+        change(model)
+        after = engine.generate(*NEEDLES[0])[0]
+    assert all_bits(after) != all_bits(before) and after.fingerprint != before.fingerprint
+    with engine_of(model) as engine:
+        again = engine.generate(*NEEDLES[0])[0]
+    assert all_bits(again) == all_bits(after) and again.fingerprint == after.fingerprint
+
+
+def test_blocks_that_mix_chunks_from_now_on():
+    """They are proven again: each chunk runs alone, to the bits of a cold engine."""
+    model, (prompt, _) = thinking_model(), NEEDLES[0]
+    with engine_of(model, prefix_cache=False) as engine:
+        engine.generate([prompt], exact())
+        sizes = [_reference(engine)]
+        mlp = model.compression.block.layer.mlp
+        mlp.up_proj = Mixing(mlp.up_proj)
+        alone = all_bits(engine.generate([prompt], exact())[0])
+        sizes.append(_reference(engine))
+        many = engine.generate([prompt, prompt[3:], prompt[5:]], exact())
+        assert all_bits(many[0]) == alone
+        mlp.up_proj = mlp.up_proj.linear
+        engine.generate([prompt], exact())
+        assert [*sizes, _reference(engine)] == [REFERENCE, 1, REFERENCE]
+
+
+def _reference(engine):
+    return engine.core.committer.thinker.batches.reference

@@ -78,9 +78,8 @@ def said(output):
     return all_bits(output), output.prompt_logprobs
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_mixes(seed):
-    run_mix(seed)
+def test_a_random_mix():
+    run_mix(1)
 
 
 @pytest.mark.slow("random mixes", 4, cases=50)

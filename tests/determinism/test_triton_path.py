@@ -12,7 +12,7 @@ from tests.support.cases import DTYPES, bits_of, engine_of, model_of, one_by_one
 from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 
-SIZES = (1, 3, 8, 24)
+SIZES = (3, 24)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,7 @@ def subject(request):
             return model, one_by_one(engine, needles())
 
 
+@pytest.mark.crossed(7)
 @pytest.mark.parametrize("verify", ["auto", "padded", "always"])
 def test_crowds(subject, verify):
     """Greedy and sampled needles, first, last and in between."""

@@ -53,7 +53,8 @@ def test_operators_of_routers(family, router):
     """Recorded while scratch weights stand for the model's own, which a parameter is known by."""
     with Engine(zoo.tiny(family)) as engine, engine.runner.torch_state():
         prober = Prober(engine.runner, engine.contract.modes)
-        prober.prepare(ModelProbe(engine.runner))
+        with prober.scratch.in_place():
+            prober.prepare()
         found = {name.partition("mlp")[2].partition(" of ")[0] for name in prober.ops}
     assert {f".{router}: linear", f".{router}: softmax"} <= found
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import MinMaxObserver, default_fake_quant, disable_observer
+from torch.ao.quantization import default_fake_quant, disable_observer
 
 from tests.support.cases import engine_of, text
 from tests.support.tiny import tiny
@@ -58,7 +58,6 @@ class Later(Counts):
 
 
 KINDS = {
-    "observer": (MinMaxObserver, "max_val"),
     "written": (Counts, "count"),
     "replaced": (Replaces, "count"),
     "a parameter": (OfAParameter, "count"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from transformers import PreTrainedModel
 
 import tinyspec
 from tests.support import zoo
+from tests.support.budget import first
 from tests.support.drop_in import SMALL, patched, prepared
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 
-DIFFERENTIATED = ("llama", "qwen3", "gpt2", "qwen3_moe")
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3", "qwen3_moe", "gpt_oss")
+DIFFERENTIATED = ("qwen3", "llama", "gpt2", "qwen3_moe")
+FAMILIES = ("gpt2", "qwen3_moe", "gemma3_text", "qwen3", "llama", "phi3", "gpt_oss")
 # Of one length: plain gpt2 pads otherwise than it answers alone.
 PROMPTS = torch.tensor([prompt[:12] for prompt in zoo.prompts(40) if len(prompt) >= 12][:6])
 WRITTEN: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
@@ -51,7 +53,7 @@ def far(found: Tensor, other: Tensor) -> float:
     return float((found - other).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", first(2, FAMILIES, 4))
 def test_near_transformers_under_the_same_autocast(kind):
     """Nearer to it than to fp32, deterministic and plain; its logits have bf16's bits. Without
     autocast they are fp32's as ever."""
@@ -70,10 +72,10 @@ def test_near_transformers_under_the_same_autocast(kind):
             assert far(first_logits(model, PROMPTS, **settings), in_fp32) < far(in_fp32, own) / 1000
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", first(3, FAMILIES, 3))
 def test_rows_alone_and_in_a_crowd(kind):
     model = zoo.tiny(kind)
-    with patched(model, tinyspec.EngineConfig(reference_rows=8)), bf16():
+    with patched(model, SMALL), bf16():
         alone = torch.cat([bits(model, row[None]) for row in PROMPTS])
         assert torch.equal(bits(model, PROMPTS), alone)
         assert torch.equal(bits(model, PROMPTS.flip(0)).flip(0), alone)
@@ -83,22 +85,21 @@ def test_rows_alone_and_in_a_crowd(kind):
 def test_control_plain_rows_differ_in_a_crowd():
     """Where linears depend on the number of rows; deterministic ones do not there either."""
     model = replace_linears(zoo.tiny("llama"), ShapeSensitiveLinear)
-    with patched(model, tinyspec.EngineConfig(reference_rows=8)), bf16():
+    with patched(model, SMALL), bf16():
         for deterministic in (True, False):
             given = {"deterministic": deterministic}
             alone = torch.cat([bits(model, row[None], **given) for row in PROMPTS])
             assert torch.equal(bits(model, PROMPTS, **given), alone) is deterministic
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_oss"])
-@pytest.mark.parametrize("linear", ["always", "never"])
+@pytest.mark.parametrize("kind, linear", [("llama", "always"), ("gpt2", "never")])
 def test_linears_by_the_kernel_and_without_it(kind, linear):
     """Both in the precision of the call, whichever operators run."""
     model = zoo.tiny(kind)
     in_fp32 = first_logits(model, PROMPTS)
     with bf16():
         own = first_logits(model, PROMPTS)
-        with patched(model, tinyspec.EngineConfig(reference_rows=16, linear=linear)):
+        with patched(model, replace(SMALL, linear=linear)):
             found = first_logits(model, PROMPTS)
     assert far(found, own) < min(far(in_fp32, own), far(found, in_fp32))
 
@@ -176,8 +177,8 @@ def test_the_innermost_of_the_models_device_counts(wrap: Callable[[PreTrainedMod
 
 
 @contextmanager
-def with_forward(model: Any, **given: Any) -> Iterator[None]:
-    tinyspec.patch(model, deterministic=True, forward=True, **given)
+def with_forward(model: Any) -> Iterator[None]:
+    tinyspec.patch(model, SMALL, deterministic=True, forward=True)
     try:
         yield
     finally:
@@ -192,7 +193,7 @@ def backward(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return out.logits, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", DIFFERENTIATED)
+@pytest.mark.parametrize("kind", first(1, DIFFERENTIATED, 3))
 def test_the_forward_has_generations_logits(kind):
     """In the precision of the call, and gradients as near to fp32's as the model's own are."""
     model = zoo.tiny(kind)
@@ -214,7 +215,7 @@ def test_the_forward_has_generations_logits(kind):
         assert far(gradient, exact[name]) <= 2 * far(own[name], exact[name]) + 1e-9, name
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", first(1, ["llama", "qwen3_moe"], 6))
 def test_layers_that_are_computed_again(kind):
     """Gradient checkpointing, with the backward under autocast and without."""
     model = zoo.tiny(kind).train()
@@ -232,14 +233,14 @@ def test_layers_that_are_computed_again(kind):
         assert torch.equal(parameter.grad, kept[name])
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before patch", "after patch"])
-def test_accelerates_prepare_and_the_forward(first):
+@pytest.mark.parametrize("before", [True, False], ids=["before patch", "after patch"])
+def test_accelerates_prepare_and_the_forward(before):
     """Whose logits are in fp32, with the bits of autocast around the call."""
     model, other = zoo.tiny("qwen3"), zoo.tiny("qwen3")
-    if first:
+    if before:
         prepared(model)
     with with_forward(model), with_forward(other):
-        if not first:
+        if not before:
             prepared(model)
         logits, gradients = backward(model)
         with bf16():

@@ -57,7 +57,7 @@ def tokens(outputs):
 def test_outputs_are_transformers_own(served):
     given = config(num_return_sequences=2, **SAMPLED)
     cb = ContinuousBatchingConfig(return_logprobs=True)
-    outputs = served.generate_batch(PROMPTS, given, cb, record_timestamps=True, seed=[4, 5, 6])
+    outputs = served.generate_batch(PROMPTS, given, cb, seed=[4, 5, 6])
     names = [f"req_{n}{child}" for n in range(3) for child in ("__child#0", "")]
     assert list(outputs) == names == [output.request_id for output in outputs.values()]
     assert tokens(outputs.values()) == rows(served, generation_config=given, seed=[4, 5, 6])
@@ -66,13 +66,12 @@ def test_outputs_are_transformers_own(served):
         assert {field.name for field in fields(output)} <= vars(output).keys()
         assert output.prompt_ids == PROMPTS[number // 2] and output.seed == 4 + number // 2
         assert (output.status, output.error) == (FINISHED, None)
-        assert len(output.logprobs) == len(output.timestamps) == 8
+        assert len(output.logprobs) == 8
         assert max(output.logprobs) <= 0
         begun, ended = output.lifespan
-        assert output.created_time <= begun <= output.timestamps[0] <= output.timestamps[-1]
-        assert output.timestamps == sorted(output.timestamps) and output.timestamps[-1] <= ended
+        assert output.created_time <= begun < ended
     plain = served.generate_batch(PROMPTS[:1], given)["req_0"]
-    assert (plain.logprobs, plain.timestamps) == ([], None)
+    assert plain.logprobs == []
     assert served.generate_batch([]) == {}
 
 
@@ -150,6 +149,7 @@ def test_processors_are_called_for_each_row_alone(served):
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
         ({"no_such": 1}, NotImplementedError, "no_such"),
+        ({"record_timestamps": True}, NotImplementedError, "record_timestamps"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"streamer": object()}, ValueError, "streamer"),
         ({"inputs_embeds": torch.ones(1, 2, 3)}, NotImplementedError, "inputs_embeds"),

@@ -105,14 +105,13 @@ CUSTOM = {
 
 
 @pytest.mark.parametrize("name", CUSTOM)
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_custom_generate_setting_by_setting(name, patched):
+def test_custom_generate_setting_by_setting(name):
     """A batch of one length, which transformers then serves without pads. Settings that all calls
     have: tests/drop_in/test_drop_in.py."""
-    model, own = pair()
+    _, own = pair()
     ids = torch.tensor([ROWS[1][:8], ROWS[1][8:16]])
     settings = {**BASE, **CUSTOM[name]}
-    given = (model if patched else own).generate(ids, **settings, custom_generate=generate)
+    given = own.generate(ids, **settings, custom_generate=generate)
     settings.pop("prompt_lookup_num_tokens", None)
     judged = own.generate(ids, **settings)
     if isinstance(judged, torch.Tensor):

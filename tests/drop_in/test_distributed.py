@@ -1,5 +1,5 @@
-"""Canonical forwards in two processes on one machine: through DDP's own forward, and refused by
-name for weights that FSDP2 shards."""
+"""Two processes on one machine: canonical forwards through DDP's own forward, refused by name for
+weights that FSDP2 shards; and seeds of rows that are counted over both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import forward as f
 from tests.support.zoo import VOCAB, prompts, tiny
 from tinyspec import EngineConfig, UnsupportedModelError
 
-CONFIG = EngineConfig(max_rows=64, reference_rows=16)
+CONFIG = EngineConfig(max_rows=16, reference_rows=16)
 BATCH = torch.randint(3, VOCAB, (4, 33), generator=torch.Generator().manual_seed(0))
 
 
@@ -70,13 +70,46 @@ def sharded(rank: int, folder: str) -> None:
         after(BATCH)
 
 
+SAMPLED = {"do_sample": True, "temperature": 3.0, "top_k": 0, "max_new_tokens": 10}
+SAMPLED |= {"pad_token_id": 0}
+A, B = prompts()[:2]
+
+
+def rows(model, given, **settings):
+    settings = {**SAMPLED, **settings}
+    return model.generate(given, **settings)[:, max(map(len, given)) :].tolist()
+
+
+def seeded(rank: int, folder: str) -> None:
+    """What a process samples by a base of seeds."""
+    model = tiny("llama")
+    tinyspec.patch(model, CONFIG, seed=5)
+    found = [rows(model, [[A, B], [A, A]][rank])]
+    if rank:  # transformers' own generate serves it
+        ids = torch.tensor([A])
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+        model.generate(ids, attention_mask=mask, **SAMPLED)
+    else:
+        found.append(rows(model, [B]))
+    found.append(rows(model, [[A], [B]][rank]))
+    torch.save(found, f"{folder}/seeded-{rank}")
+    if rank:
+        dist.destroy_process_group()
+        return
+    rows(model, [A], do_sample=False)  # alone
+    rows(model, [A], seed=1)
+    with pytest.raises(RuntimeError, match="over all ranks"):
+        rows(model, [A])
+
+
 def work(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
     data_parallel(rank, folder)
     sharded(rank, folder)
-    dist.destroy_process_group()
+    seeded(rank, folder)
 
 
 def test_two_processes(tmp_path):
@@ -91,3 +124,11 @@ def test_two_processes(tmp_path):
         logits, *found = torch.load(tmp_path / str(rank))
         assert torch.equal(logits, out.logits.split(2)[rank])
         assert max(f.error(one, expected) for one in found) < 1e-6
+    # Equal prompts on two ranks have the samples of one process that has all rows.
+    first, second = (torch.load(tmp_path / f"seeded-{rank}") for rank in range(2))
+    model = tiny("llama")
+    tinyspec.patch(model, CONFIG, seed=5)
+    calls = [rows(model, each) for each in ([A, B, A, A], [B], [A, B])]
+    assert first == [calls[0][:2], calls[1], calls[2][:1]]
+    assert second == [calls[0][2:], calls[2][1:]]
+    assert len({tuple(row) for call in calls for row in call}) == 7

@@ -17,6 +17,7 @@ from torch import nn
 
 import tinyspec
 from tests.support import forward as f
+from tests.support.budget import first
 from tests.support.drop_in import prepared
 from tests.support.judge import padded
 from tests.support.recorded import as_on_a_gpu
@@ -26,7 +27,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 
 KINDS = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3", "qwen3_moe", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
-CONFIG = EngineConfig(max_rows=64, reference_rows=16)
+CONFIG = EngineConfig(max_rows=32, reference_rows=16)
 IDS = torch.randint(3, VOCAB, (7, 33), generator=torch.Generator().manual_seed(0))
 LONG = torch.randint(3, VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
@@ -48,7 +49,13 @@ def trained(model, ids=IDS) -> f.Gradients:
     return f.gradients(model, model(input_ids=ids, labels=ids).loss)
 
 
-@pytest.fixture(scope="module", params=[(k, d) for k in KINDS for d in DTYPES], ids=str)
+SUBJECTS = [
+    *((kind, DTYPES[n % 2]) for n, kind in enumerate(KINDS)),
+    *((kind, DTYPES[1 - n % 2]) for n, kind in enumerate(KINDS)),
+]
+
+
+@pytest.fixture(scope="module", params=first(len(KINDS), SUBJECTS, 3), ids=str)
 def subject(request):
     """A patched model, and what it has generated."""
     model = quiet(*request.param)
@@ -113,9 +120,7 @@ def test_gradients(subject):
     )
 
 
-@pytest.mark.parametrize(
-    "keep", [1, 5, torch.tensor([3, 30, 7]), torch.tensor([-1]), IDS[0, :0]], ids=str
-)
+@pytest.mark.parametrize("keep", [5, torch.tensor([3, 30, 7]), IDS[0, :0]], ids=str)
 def test_logits_to_keep(keep):
     model = tiny()
     mask = torch.ones_like(IDS)
@@ -126,10 +131,9 @@ def test_logits_to_keep(keep):
         assert torch.equal(model(IDS, attention_mask=mask, logits_to_keep=keep).logits, kept)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_labels(kind):
+def test_labels():
     """The loss, and a mean over another number of items, as transformers computes them."""
-    model = quiet(kind).train()
+    model = quiet("gpt2").train()
     ids, mask = padded(prompts()[:4], "right")
     asked = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with canonical(model, CONFIG):
@@ -146,7 +150,7 @@ def test_completions_and_scores(dtype):
     """Of an engine, with its prefix cache cold and warm."""
     model = tiny(KINDS[0]).to(dtype)
     given = prompts()[:4]
-    paged = EngineConfig(max_rows=64, reference_rows=16, page_size=8)
+    paged = dataclasses.replace(CONFIG, page_size=8)
     with Engine(model, config=paged) as engine, canonical(model, CONFIG), torch.no_grad():
         kernels = engine.core.sampler.kernels
         for _ in range(2):
@@ -175,9 +179,7 @@ def steps(model, batches) -> torch.Tensor:
     return torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "gpt2", pytest.param("qwen3_moe", marks=pytest.mark.slow("crosses", 8))]
-)
+@pytest.mark.parametrize("kind", first(1, ["llama", "gpt2", "qwen3_moe"], 8))
 def test_twenty_steps(kind):
     """They end where plain ones do, as near as those of other batch shapes, up to chance."""
     generator = torch.Generator().manual_seed(3)
@@ -193,12 +195,13 @@ def test_twenty_steps(kind):
     assert min((ours - one).norm() for one in plain) <= 2 * between < (ours - begin).norm() / 20
 
 
-@pytest.mark.parametrize(
-    "kind, reentrant",
-    [("llama", False), ("llama", True), ("gemma3_text", False), ("qwen3_moe", True)],
-)
-def test_gradient_checkpointing(kind, reentrant):
+CHECKPOINTED = [("gemma3_text", False), ("llama", True), ("llama", False), ("qwen3_moe", True)]
+
+
+@pytest.mark.parametrize("case", first(2, CHECKPOINTED, 3), ids=str)
+def test_gradient_checkpointing(case):
     """Of sequences that span passes; the backward after the block as well."""
+    kind, reentrant = case
     model = quiet(kind).train()
     with canonical(model, CONFIG):
         expected, logits = trained(model, LONG), model(LONG).logits
@@ -237,7 +240,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 def test_the_path_of_a_gpu(kind, monkeypatch):
     """Its fused layers, with twins in place of kernels: a layer gives the next one its norm."""
     as_on_a_gpu(monkeypatch)
-    config = EngineConfig(max_rows=64, reference_rows=16, backend="triton")
+    config = dataclasses.replace(CONFIG, backend="triton")
     model = quiet(kind)
     tinyspec.patch(model, config, forward=True)
     made = f.rollout(model, prompts()[:3], 6)
@@ -254,7 +257,7 @@ def test_the_path_of_a_gpu(kind, monkeypatch):
     assert same(trained(model), expected)
 
 
-@pytest.mark.parametrize("kind", ["gemma3n_text", "roc_bert"])
+@pytest.mark.parametrize("kind", first(1, ["roc_bert", "gemma3n_text"], 9))
 def test_families_that_write_to_what_they_computed(kind):
     model = quiet(kind)
     ids = IDS[:2, :9]
@@ -454,8 +457,8 @@ def test_two_engines():
     model = tiny()
     with Engine(model, config=CONFIG) as engine, canonical(model, CONFIG):
         stream = engine.stream([[5, 6, 7]], DETERMINISTIC)
-        first, expected = next(iter(stream)), trained(model)
-        assert first
+        event, expected = next(iter(stream)), trained(model)
+        assert event
         list(stream)
         assert same(trained(model), expected)
         assert engine.generate([[5, 6, 7]], DETERMINISTIC)[0].completions[0].error is None

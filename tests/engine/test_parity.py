@@ -31,7 +31,7 @@ def test_control_another_model_differs():
     assert [output.completions[0].token_ids for output in outputs] != expected
 
 
-@pytest.mark.parametrize("family", first(3, FAMILIES, 0.8))
+@pytest.mark.parametrize("family", first(1, FAMILIES, 0.8))
 def test_logprobs_agree_with_a_plain_forward(family):
     model = tiny(family)
     prompt = prompts(5)[4]

@@ -15,12 +15,12 @@ from transformers.generation import (
 )
 
 from tests.support.cases import KINDS, engine_of, greedy, model_of, one_by_one, run, steady, text
-from tests.support.mixes import Liar, bits, crowd, plain
+from tests.support.mixes import Liar, bits, crowd
 from tests.support.tiny import tiny
 from tinyspec import RequestOutput, SamplingParams, audit
 
 BIAS = {5: 2.5, 40: -100, 77: 1}
-WORDS = [[3], [90, 12], [7, 7, 7], *([a, b] for a in range(40) for b in range(60, 100))]
+WORDS = [[3], [90, 12], [7, 7, 7], *([a, b] for a in range(40) for b in range(60, 100, 7))]
 END = (21, 60)
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 STYLES = {
@@ -71,7 +71,7 @@ def by_definition(prompt, params):
 
 @pytest.mark.parametrize("name", STYLES)
 def test_definition(name):
-    prompt, params = dict(zip(STYLES, styled(40), strict=True))[name]
+    prompt, params = dict(zip(STYLES, styled(), strict=True))[name]
     fields = ("logit_bias", "bad_words_ids", *PENALTIES)
     unset = {field: getattr(SamplingParams(), field) for field in fields}
     same = params.resolve(logits_processors=by_definition(prompt, params), **unset)
@@ -83,13 +83,12 @@ def test_definition(name):
     assert found == expected != control
 
 
-@pytest.mark.parametrize("verify", ["auto", "always"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_in_a_crowd(kind, verify):
+def test_alone_and_in_a_crowd(kind):
     model = model_of(kind)
     with engine_of(model, prefix_cache=False) as engine:
         alone = one_by_one(engine, styled())
-    settings = {"verify": verify, "draft_window": 5, "page_size": 8, "drafter": Liar(2)}
+    settings = {"verify": "always", "draft_window": 5, "page_size": 8, "drafter": Liar(2)}
     with engine_of(model, **settings) as engine:
         rng = random.Random(1)
         outputs = run(engine, [*crowd(rng, 5), *styled(), *crowd(rng, 5)])[5:-5]
@@ -113,18 +112,6 @@ def test_drafts_are_made_with_them():
         outputs = run(engine, styled(40))
     stats = [c.stats for output in outputs for c in output.completions]
     assert all(s.drafted == s.accepted >= 5 for s in stats)
-
-
-def test_plain_requests():
-    """The same tokens, with and without drafts of a drafter."""
-    asked = [(prompt, plain(params)) for prompt, params in styled()]
-    with steady(tiny(), prefix_cache=False) as engine:
-        alone = [engine.generate([p], s)[0].completions[0].token_ids for p, s in asked]
-        together = [o.completions[0].token_ids for o in run(engine, asked)]
-    with steady(tiny(), drafter=Liar(3)) as engine:
-        drafted = [o.completions[0].token_ids for o in run(engine, asked)]
-    assert alone == together == drafted
-    assert len(set(map(tuple, alone))) == len(STYLES)
 
 
 def test_plain_data_and_back():

@@ -34,11 +34,3 @@ def test_it_counts_completions_and_waits(bars, capsys):
     assert not any(how.get("disable") for how in options)
     assert [bar.n for _, bar in bars] == [2, 1]
     assert capsys.readouterr().err == "", "it took less than two seconds"
-
-
-def test_control_without_patience_it_is_there(bars, capsys, monkeypatch):
-    whole = request_tracker.tqdm
-    monkeypatch.setattr(request_tracker, "tqdm", lambda **how: whole(**{**how, "delay": 0}))
-    with Engine(tiny()) as engine:
-        engine.generate([text(3)], SamplingParams(max_new_tokens=3), progress=True)
-    assert "1/1" in capsys.readouterr().err

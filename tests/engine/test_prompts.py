@@ -7,9 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedTokenizerFast,
+)
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -65,12 +69,7 @@ FORMS = {
 
 @pytest.mark.parametrize("prompts, expected", FORMS.values(), ids=FORMS)
 def test_forms(engine, prompts, expected):
-    outputs = engine.generate(prompts, SHORT)
-    assert [output.prompt_token_ids for output in outputs] == expected
-    plain = engine.generate(expected, SHORT)
-    assert [o.completions[0].token_ids for o in outputs] == [
-        o.completions[0].token_ids for o in plain
-    ]
+    assert [request.prompt for request in engine.prepare(prompts, SHORT)] == expected
 
 
 @pytest.mark.parametrize("prompt", [FORMS["one tensor"][0], encoded(PROMPTS[:1]), PROMPTS[0]])
@@ -80,20 +79,19 @@ def test_one_prompt(engine, prompt):
     assert scores == engine.score([PROMPTS[0]], [PROMPTS[1]])
 
 
-@pytest.mark.parametrize("positions, pages, room", [(100, 7, 97), (100, 12, 97), (512, 32, 509)])
-def test_as_many_tokens_as_fit(positions, pages, room):
+def test_as_many_tokens_as_fit():
     """Into the model's length; the output records how many. What fits none is told."""
-    config = EngineConfig(reference_rows=16, page_size=16, max_model_len=positions, num_pages=pages)
+    config = EngineConfig(
+        max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=7
+    )
     most = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
     with Engine(tiny(), config=config) as engine:
         (output,) = engine.generate([PROMPTS[0]], most)
-        assert output.params.max_new_tokens == len(output.completions[0].token_ids) == room
-        (again,) = engine.generate([PROMPTS[0]], replace(most, max_new_tokens=room))
-        assert again.params == output.params
-        with pytest.raises(ValueError, match=f"min_new_tokens={room + 1} .*={room}"):
-            engine.generate([PROMPTS[0]], replace(most, min_new_tokens=room + 1))
-        with pytest.raises(ValueError, match=rf"prompt='{positions} tokens'"):
-            engine.generate([[1] * positions], most)
+        assert output.params.max_new_tokens == len(output.completions[0].token_ids) == 97
+        with pytest.raises(ValueError, match=r"min_new_tokens=98 .*=97"):
+            engine.generate([PROMPTS[0]], replace(most, min_new_tokens=98))
+        with pytest.raises(ValueError, match="prompt='100 tokens'"):
+            engine.generate([[1] * 100], most)
         assert not engine.has_unfinished()
 
 
@@ -102,12 +100,16 @@ def test_the_pool_does_not_choose_how_many_tokens():
     for no fewer tokens, nor of a call that gives its numbers."""
     most, found = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True), []
     for pages in (7, 12):
-        config = EngineConfig(page_size=16, max_model_len=100, num_pages=pages)
+        config = EngineConfig(
+            max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=pages
+        )
         with Engine(tiny(), config=config) as engine:
             (output,) = engine.generate([PROMPTS[0]], most)
             found.append((output.fingerprint, output.completions[0].token_ids))
     assert found[0] == found[1]
-    config = EngineConfig(page_size=16, max_model_len=100, num_pages=6)
+    config = EngineConfig(
+        max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=6
+    )
     with Engine(tiny(), config=config) as engine:
         with pytest.raises(ValueError, match=r"max_new_tokens=97 .*need 7 pages .*there are 6"):
             engine.generate([PROMPTS[0]], most)
@@ -156,7 +158,8 @@ def chats():
     """An engine whose template shows what it was given."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = TEMPLATE
-    with Engine(AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer) as engine:
+    few = EngineConfig(max_rows=16, reference_rows=16)
+    with Engine(AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer, few) as engine:
         yield engine
 
 
@@ -170,11 +173,13 @@ def test_chats(chats, more, text):
     assert chats.score([chat], ["x"]) == chats.score([text], ["x"])
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 NO_CHATS = {
     "raise_exception": ({"messages": [{"role": "robot"}]}, r"messages=.*robot.*no robots"),
     "template error": ({"messages": [5]}, "messages=.*UndefinedError|messages=.* takes"),
     "a list alone": ([{"role": "robot", "content": ""}], "messages=.*no robots"),
     "no messages": ({"messages": []}, r"messages=\[\] .*at least one"),
+    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content=.* is not allowed"),
     "text": ({"messages": "hello"}, "messages='hello'"),
     "another name": ({"messages": USER, "tool_choice": "auto"}, "tool_choice='auto'"),
     "tools": ({"messages": USER, "tools": {"name": "flip"}}, "tools="),
@@ -195,45 +200,25 @@ def test_chats_that_are_refused(chats, chat, message):
         chats.tokenizer.chat_template = TEMPLATE
 
 
-class SlowTokenizer:
-    """One that tells no offsets."""
-
-    unk_token, unk_token_id = "<unk>", 0
-
-    def __call__(self, text, **_):
-        return {"input_ids": [{"flips": 1, ".": 2}.get(word, 0) for word in text.split()]}
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
-
-
-def fast_tokenizer():
-    """Its unknown token ends texts as well, as GPT-2's does."""
-    words = Tokenizer(WordLevel({"<unk>": 0, "flips": 1, ".": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
-    )
-    names = {"unk_token": "<unk>", "eos_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **names)
-
-
-@pytest.mark.parametrize("tokenizer", [fast_tokenizer(), SlowTokenizer()], ids=["fast", "slow"])
-def test_unknown_words_are_named(tokenizer, caplog):
-    """Before anything runs, each once. Control: known ones, and the unknown token's own name."""
-    params = SamplingParams(max_new_tokens=2)
-    with Engine(tiny(), tokenizer) as engine, caplog.at_level(logging.WARNING, "tinyspec"):
-        engine.prepare(["flips .", "flips <unk> ."], params)
-        assert caplog.messages == []
-        engine.prepare(["Zed flips . flips Zed quietly ."], params)
-        assert caplog.messages == ["prompt: unknown to the tokenizer (2): ['Zed', 'quietly']"]
-        engine.score(["flips"], ["flips rarely"])
-        assert caplog.messages[1:] == ["continuation: unknown to the tokenizer (1): ['rarely']"]
-
-
-def test_unknown_words_are_seen_on_the_command_line(capsys, monkeypatch):
+def test_unknown_words_are_counted(capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
     given = ["generate", "--model", str(THINKER), "--max-new-tokens", "2"]
     assert main([*given, "Alice flips the coin quietly."]) == 0
-    assert "unknown to the tokenizer (1): ['quietly']" in capsys.readouterr().err
-    assert main([*given, "Alice flips the coin."]) == 0
+    assert "prompt: 1 tokens are unknown to the tokenizer" in capsys.readouterr().err
+    assert main([*given, "Alice flips <unk> the coin."]) == 0
     assert "unknown" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, told", [("a b", 0), ("a </s> b", 0), ("a c b", 1)])
+def test_an_unknown_token_that_begins_every_text(text, told, caplog):
+    """As OPT's does, which is its end token too."""
+    words = models.WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="</s>")
+    own = Tokenizer(words)
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, unk_token="</s>", eos_token="</s>")
+    with Engine(tiny(), tokenizer, EngineConfig(num_pages=4)) as engine:
+        assert len(engine.generate([text], SHORT)[0].prompt_token_ids) == len(text.split()) + 1
+    assert caplog.text.count("1 tokens are unknown to the tokenizer") == told

@@ -71,12 +71,11 @@ def engine_of(tokenizer=None, sensitive=False, vocab_size=896, **settings):
     return engine
 
 
-@pytest.mark.parametrize("sensitive", [False, True], ids=["as is", "shape-sensitive"])
-def test_alone_and_in_a_crowd(tokenizer, sensitive):
+def test_alone_and_in_a_crowd(tokenizer):
     prompts, params = requests()
-    with engine_of(tokenizer, sensitive, prefix_cache=False) as engine:
+    with engine_of(tokenizer, sensitive=True, prefix_cache=False) as engine:
         alone = one_by_one(engine, list(zip(prompts, params, strict=True)))
-    with engine_of(tokenizer, sensitive, verify="always", draft_window=7) as engine:
+    with engine_of(tokenizer, sensitive=True, verify="always", draft_window=7) as engine:
         others = [plain(params[0]), plain(params[3]), SamplingParams(max_new_tokens=40)]
         outputs = engine.generate([*prompts, *PROMPTS[:3]], [*params, *others])
         outputs = outputs[: len(params)]
@@ -91,7 +90,7 @@ def test_alone_and_in_a_crowd(tokenizer, sensitive):
         assert scores == [c.logprobs for c in first]
         stats = [c.stats for output in outputs for c in output.completions]
         assert sum(s.accepted for s in stats) > 100
-        assert (sum(s.rollbacks for s in stats) > 0) == sensitive
+        assert sum(s.rollbacks for s in stats) > 0
         # Control: without the forms the texts are others.
         free = engine.generate(prompts, [SamplingParams(max_new_tokens=20)] * len(prompts))
         assert not any(re.fullmatch(REGEX, output.completions[0].text) for output in free)
@@ -205,15 +204,20 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("style, said", BAD.values(), ids=BAD)
-def test_what_cannot_be_served(tokenizer, style, said, monkeypatch):
+@pytest.fixture(scope="module")
+def plain_engine(tokenizer):
     with engine_of(tokenizer) as engine:
-        assert re.search(said, _refused(engine, "Once", SamplingParams(**style)), re.DOTALL)
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-        assert engine.generate(["Once"], SamplingParams(max_new_tokens=1))
-        if "ignore_eos" not in style:
-            said = _refused(engine, "Once", SamplingParams(**style))
-            assert "pip install 'tinyspec[structured]'" in said
+        yield engine
+
+
+@pytest.mark.parametrize("style, said", BAD.values(), ids=BAD)
+def test_what_cannot_be_served(plain_engine, style, said, monkeypatch):
+    assert re.search(said, _refused(plain_engine, "Once", SamplingParams(**style)), re.DOTALL)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert plain_engine.generate(["Once"], SamplingParams(max_new_tokens=1))
+    if "ignore_eos" not in style:
+        said = _refused(plain_engine, "Once", SamplingParams(**style))
+        assert "pip install 'tinyspec[structured]'" in said
 
 
 def test_a_tokenizer_that_llguidance_cannot_read():

@@ -1,5 +1,6 @@
 """Sequences whose tokens are supplied from outside: each waits for its next, with its logits."""
 
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -11,7 +12,7 @@ from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 NEW = 8
-CONFIG = EngineConfig(reference_rows=16, page_size=4, max_model_len=64)
+CONFIG = EngineConfig(reference_rows=16, page_size=4)
 
 
 def prompts(count):
@@ -107,8 +108,7 @@ def test_more_of_them_than_fit_come_to_an_end(limits):
     found = []
 
     def tight():
-        config = EngineConfig(reference_rows=16, page_size=4, max_model_len=32, **limits)
-        with Engine(tiny(), config=config) as engine:
+        with Engine(tiny(), config=replace(CONFIG, **limits)) as engine:
             found.extend(supply(engine, begin(engine, prompts(5))))
 
     thread = Thread(target=tight, daemon=True)

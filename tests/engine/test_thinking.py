@@ -1,16 +1,32 @@
-"""Prompts that are thought about: the engine agrees with the sequential reading in every way."""
+"""Prompts that are thought about: the engine agrees with the sequential reading in every way, in
+passes of all kinds, and beside a model that is read, trained and changed."""
 
 import pytest
 import torch
 
 from benchmarks.coin_reader.reading import generate
+from tests.engine.test_failed_passes import watched
+from tests.support.budget import first
 from tests.support.cases import drain, whole
-from tests.support.thinking import KINDS, NONE, engine_of, params, prompt_of, said, thinking_model
+from tests.support.graphs import with_graphs
+from tests.support.late_device import queue_of
+from tests.support.thinking import (
+    END,
+    NONE,
+    all_bits,
+    engine_of,
+    exact,
+    params,
+    prompt_of,
+    said,
+    thinking_model,
+)
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.thinking.model import ThinkingModel
+from tinyspec.runner import graphs
+from tinyspec.thinking.model import IGNORED, ThinkingModel
 
-WINDOWS = (1, 2, 4, 8, None)
+WINDOWS = (1, 3, None)
 PROMPTS = [prompt_of(n, n) for n in (3, 8, 21, 67, 80)]
 
 
@@ -24,7 +40,7 @@ def active(thoughts):
     return [n for n, ids in enumerate(thoughts) if len(ids) > 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(2, ["gemma3_text", "llama", "qwen3", "mistral"], 3))
 def test_speculative_and_sequential_agree(kind):
     model = thinking_model(kind)
     wanted = reference(model)
@@ -69,9 +85,8 @@ def rounds_of(thoughts, window):
     return rounds
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_trivial_thoughts_give_the_plain_model(kind):
-    model = thinking_model(kind, NONE)
+def test_trivial_thoughts_give_the_plain_model():
+    model = thinking_model("gemma3_text", NONE)
     with engine_of(model) as engine:
         for exact in (False, True):
             changes = {"deterministic": exact, "logprobs": exact}
@@ -175,3 +190,126 @@ def test_refused():
     with pytest.raises(UnsupportedModelError):
         Engine(torch.nn.Linear(2, 2))
     assert isinstance(model, ThinkingModel)
+
+
+# Passes of other kinds
+
+MIXED = [prompt_of(n, n) for n in (21, 67, 80, 5)]
+REQUESTS = [*((p, exact(20)) for p in MIXED), *((p, exact(30, thinking=False)) for p in MIXED)]
+
+
+def served(model, requests=REQUESTS, **settings):
+    with engine_of(model, **settings) as engine:
+        outputs = engine.generate([p for p, _ in requests], [w for _, w in requests])
+        assert whole(engine)
+        return [all_bits(output) for output in outputs]
+
+
+@pytest.mark.usefixtures("late_device")
+def test_overlap():
+    """Passes are under way while others are fetched, but none behind one that is thought about."""
+    model = thinking_model()
+    expected = served(model, overlap=False)
+    with engine_of(model, thinking_window=2) as engine:
+        outputs = engine.generate([p for p, _ in REQUESTS], [w for _, w in REQUESTS])
+        assert [all_bits(output) for output in outputs] == expected
+        assert queue_of(engine).most == 2
+
+
+def test_beside_graphs(monkeypatch):
+    """Passes with states run eagerly, others are replayed; at fixed addresses, poisoned pages."""
+    monkeypatch.setattr(graphs, "EAGER_PASSES", 1)
+    log = with_graphs(monkeypatch)
+    fixed = {"backend": "triton", "max_sequences": 8, "max_rows": 64, "max_model_len": 128}
+    model = thinking_model()
+    few = [(p, exact(6, thinking=w.thinking)) for p, w in (*REQUESTS[:2], REQUESTS[4])]
+    expected = served(model, few, cuda_graphs=False, **fixed)
+    log.captures = log.replays = 0
+    found = served(model, few, cuda_graphs=True, **fixed)
+    assert found == expected and log.captures and log.replays
+    thoughts = [len(t.token_ids) > 1 for each, _ in found[:2] for t in each]
+    assert any(thoughts) and not all(thoughts)
+
+
+@pytest.mark.parametrize("settings", first(1, [{}, {"kv_dtype": "fp8_e4m3"}], 4))
+def test_other_dtypes(settings):
+    """The contract holds; and sequential and speculative agree where all passes are canonical."""
+    model = thinking_model(quiet=1.0)
+    if not settings:
+        model = model.to(torch.bfloat16)
+    expected = served(model, **settings)
+    for window in (1, None):
+        assert served(model, REQUESTS[::-1], thinking_window=window, **settings) == expected[::-1]
+    assert any(len(t.token_ids) > 1 for each, _ in expected[:4] for t in each)
+
+
+def test_a_pass_that_raises():
+    """The request that holds the token fails by itself, in passes of ever fewer rows; the others
+    think as before."""
+    model = thinking_model()
+    token = next(t for t in range(2, 64) if all(t not in prompt for prompt in MIXED))
+    wanted = [generate(model, prompt, 4, None) for prompt in MIXED]
+    sees = watched(model.backbone.get_input_embeddings())
+    bad = [*MIXED[1][:44], token, *MIXED[1][45:]]
+    with engine_of(model) as engine:
+        sees["token"] = token
+        ids = [engine.add_request(prompt, params(4)) for prompt in (*MIXED, bad)]
+        done = drain(engine)
+        for name, (thoughts, answer) in zip(ids, wanted, strict=False):
+            # A token of an answer or of a thought may be the one that is refused.
+            if token not in [*answer, *(t for thought in thoughts for t in thought)]:
+                assert said(done[name]) == (thoughts, answer)
+        error = done[ids[-1]].completions[0].error
+        assert f"saw {token}" in error and len(done[ids[-1]].thoughts) <= 5
+        assert whole(engine)
+
+
+# The model by itself beside an engine
+
+
+def loss_of(model):
+    """Of a batch with gold thoughts and answers."""
+    ids = torch.tensor([prompt_of(28, n) for n in range(4)])
+    gold = torch.tensor([[5, END, IGNORED], [END, IGNORED, IGNORED], [7, 8, END]])
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, -2:] = ids[:, -2:]
+    return model(ids, gold.expand(4, 3, 3), labels).loss
+
+
+def answer(engine):
+    output = engine.generate([PROMPTS[3]], exact())[0]
+    return all_bits(output), output.fingerprint
+
+
+def test_read_and_trained_beside_an_engine():
+    """Gold states reach the model's own layers, whoever ran last; the engine follows each step."""
+    model, other = thinking_model("gemma3_text"), thinking_model("gemma3_text")
+    loss, said = loss_of(other), generate(other, PROMPTS[3], 8, None)
+    with engine_of(model) as engine:
+        found = answer(engine)
+        assert torch.equal(loss_of(model), loss) and answer(engine) == found
+        assert generate(model, PROMPTS[3], 8, None) == said and answer(engine) == found
+        for each in (model, other):
+            each.train()
+            optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(each).backward()
+                optimizer.step()
+        trained = answer(engine)
+        assert trained != found and model.training
+    with engine_of(other) as engine:
+        assert answer(engine) == trained
+
+
+def test_another_dtype():
+    """As an engine that is made then."""
+    model = thinking_model()
+    with engine_of(model) as engine:
+        engine.generate([PROMPTS[3]], exact())
+        model.to(torch.bfloat16)
+        found = engine.generate([PROMPTS[3]], exact())[0]
+        with engine_of(model) as other:
+            expected = other.generate([PROMPTS[3]], exact())[0]
+    assert all_bits(found) == all_bits(expected) and found.completions[0].error is None
+    assert found.fingerprint == expected.fingerprint

@@ -1,6 +1,5 @@
 """The trace: what passes did row by row, at hardly any cost and without changing a bit."""
 
-import json
 import random
 
 import pytest
@@ -134,24 +133,3 @@ def test_every_end_is_there(monkeypatch):
     ]
     assert sorted(found) == sorted(expected)
     assert {name: [w[2] for w in found].count(name) for name in reasons} == reasons
-
-
-def test_what_is_saved(tmp_path):
-    """A Chrome trace: events with phase, lane, time and length; names of the lanes."""
-    file = tmp_path / "run.json"
-    _, stats, _, trace = run(EngineConfig(trace=True, verify="always", reference_rows=16))
-    trace.save(file)
-    events = json.loads(file.read_text())["traceEvents"]
-    for event in events:
-        assert event["ph"] in "MXC" and {"name", "pid", "tid", "args"} <= event.keys()
-        if event["ph"] == "X":
-            assert event["ts"] >= 0 and event["dur"] >= 0
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    names = [name for name in lanes.values() if name != "passes"]
-    assert len(set(names)) == len(names) == sum(s.num_return_sequences for _, s in REQUESTS)
-    passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(passes) == sum(stats.passes.values())
-    assert sum(e["args"]["committed"] for e in passes) == stats.committed
-    ends = [e["ts"] + e["dur"] for e in passes]
-    later = [e["ts"] for e in passes[1:]]
-    assert all(end <= begin + 0.01 for end, begin in zip(ends, later, strict=False))

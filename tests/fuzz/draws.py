@@ -133,7 +133,7 @@ def draw(seed: str, number: int, classes: Collection[str] = ()) -> RunDraw:
         model=model,
         reference_rows=reference_rows,
         linear=rng.choice((*["auto"] * 6, "always")),
-        threads=2 if rng.random() < 0.1 or (influence and influence.environment) else 1,
+        threads=2 if rng.random() < 0.1 else 1,
         needles=_needles(rng, model.flavour == "poisoned", stepping),
         others=_others(rng, stepping),
         settings=_settings(rng, reference_rows)

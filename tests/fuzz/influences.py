@@ -49,8 +49,7 @@ class Influence:
     begin: starts it; returns how it ends, or None: a change of the model, which lasts. where: when
     it may begin. only, flavour: which models it needs. also: kinds of models of which half of its
     runs have one. prepare: what is done to the model before an engine gets it. applies: whether a
-    model has what is changed. environment: variables of a process in which all is run again,
-    instead of ``begin``.
+    model has what is changed.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Influence:
     also: tuple[str, ...] = ()
     prepare: Callable[[Any], None] | None = None
     applies: Callable[[Any], bool] = lambda model: True
-    environment: tuple[tuple[str, str], ...] = ()
     # How often it is drawn, compared with the others.
     weight: float = 1.0
 
@@ -101,13 +99,6 @@ def change(name: str, act: Callable[[Scene], None], **more: Any) -> Influence:
 
 def _nothing(scene: Scene) -> None:
     """The model alone is the influence."""
-
-
-def environment(only: str = "", **variables: str) -> Influence:
-    """Variables that a process was started with."""
-    name = " ".join(f"{key}={value}" for key, value in variables.items())
-    # Rarely: a process takes as long to start as several runs take.
-    return Influence(name, _nothing, only=only, environment=tuple(variables.items()), weight=0.15)
 
 
 def _dtype(scene: Scene) -> AbstractContextManager[Any]:
@@ -189,22 +180,7 @@ MODELS = (
     Influence("NaN out of sight", _nothing, only="windowed", flavour="poisoned", weight=4),
     Influence("odd groups of heads", _nothing, only="odd heads", weight=2),
 )
-ENVIRONMENTS = (
-    environment("wide", MKL_CBWR="COMPATIBLE"),
-    environment("wide", MKL_CBWR="AVX2"),
-    environment("wide", MKL_ENABLE_INSTRUCTIONS="SSE4_2"),
-    environment(ONEDNN_MAX_CPU_ISA="AVX2"),
-    environment(ONEDNN_MAX_CPU_ISA="SSE41"),
-    environment(ONEDNN_DEFAULT_FPMATH_MODE="BF16"),
-    environment(ONEDNN_DEFAULT_FPMATH_MODE="ANY"),
-    environment("wide", OMP_THREAD_LIMIT="1"),
-    environment("wide", OMP_DYNAMIC="TRUE"),
-    environment("wide", MKL_NUM_THREADS="1"),
-    environment("wide", MKL_DYNAMIC="FALSE"),
-    environment(PYTHONHASHSEED="7"),
-    environment(MALLOC_PERTURB_="165"),
-)
-TABLE = {entry.name: entry for entry in (*TORCH, *MODEL, *PROCESS, *MODELS, *ENVIRONMENTS)}
+TABLE = {entry.name: entry for entry in (*TORCH, *MODEL, *PROCESS, *MODELS)}
 
 
 def begin(influence: Influence, scene: Scene) -> Undo:

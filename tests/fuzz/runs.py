@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from tests.fuzz import ambient
 from tests.fuzz.draws import LENGTH, Asked, Point, RunDraw, drafter_of, rng_of
 from tests.fuzz.influences import Influence, Scene, Undo, begin
 from tests.fuzz.models import fresh
-from tests.fuzz.worker import outputs_of
 from tinyspec import (
     DeterminismError,
     Engine,
@@ -212,11 +211,6 @@ def alone(draw: RunDraw, influence: Influence | None) -> Outputs:
             undo()
 
 
-def truths_of(draw: RunDraw, outputs: Outputs) -> list[list[int]]:
-    """The sequences that follow in truth."""
-    return [[*draw.needles[n].prompt, *o.completions[0].token_ids] for n, o in outputs]
-
-
 def crowd(draw: RunDraw, truths: list[list[int]], found: list[tuple[str, Outputs]]) -> None:
     """The requests among others, on one engine, three times; ``found`` gets (which time, outputs).
     Nothing is compared before the influence has ended, in case it changes how."""
@@ -306,51 +300,31 @@ def refused(error: Exception) -> bool:
     return Path(raised).is_relative_to(PACKAGE)
 
 
-@dataclass
-class Result:
-    """What a run came to. findings: broken promises. counts: what it has compared; refusals:
-    why it was refused."""
-
-    draw: RunDraw
-    findings: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    refusals: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Run:
-    """Carries a run out and judges it."""
+    """Carries a run out and judges it. findings: broken promises. counts: what it has compared;
+    refusals: why it was refused."""
 
     def __init__(self, draw: RunDraw):
         self.draw = draw
-        self.result = Result(draw)
-        self.ledger = Ledger()
-        self.truths: list[list[int]] = []
+        self.findings: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.refusals: list[str] = []
+        self._ledger = Ledger()
+        self._truths: list[list[int]] = []
 
-    def carry_out(self) -> Result:
+    def carry_out(self) -> None:
         """Alone undisturbed, alone disturbed, and in the crowd."""
-        draw, before = self.draw, ambient.state()
-        with threads(draw.threads):
+        draw, before, threads = self.draw, ambient.state(), torch.get_num_threads()
+        torch.set_num_threads(draw.threads)
+        try:
             self._attempt(lambda: self._alone(None), disturbed=False)
             if draw.influence is not None:
-                if draw.influence.environment:
-                    self._attempt(self._elsewhere, disturbed=True)
-                else:
-                    self._attempt(lambda: self._alone(draw.influence), disturbed=True)
-            disturbed = draw.influence is not None and not draw.influence.environment
-            self._attempt(self._crowd, disturbed)
+                self._attempt(lambda: self._alone(draw.influence), disturbed=True)
+            self._attempt(self._crowd, disturbed=draw.influence is not None)
+        finally:
+            torch.set_num_threads(threads)
         after = ambient.state()
         assert after == before, f"left behind: {after} instead of {before}"
-        return self.result
 
     def _attempt(self, part: Callable[[], None], disturbed: bool) -> None:
         """Run a part; a refusal is an answer, but not where nothing disturbs; nothing else is."""
@@ -359,54 +333,49 @@ class Run:
         except Exception as error:
             if not refused(error):
                 line = traceback.extract_tb(error.__traceback__)[-1]
-                self.find(f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})")
+                found = f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+                self.findings.append(found)
                 return
-            self.result.counts["refused"] += 1
-            self.result.refusals.append(str(error))
+            self.counts["refused"] += 1
+            self.refusals.append(str(error))
             if not disturbed:
-                self.find(f"refused though nothing disturbs: {error}")
-
-    def find(self, what: str) -> None:
-        self.result.findings.append(what)
+                self.findings.append(f"refused though nothing disturbs: {error}")
 
     def _alone(self, influence: Influence | None) -> None:
         where = "alone" if influence is None else "alone and disturbed"
         outputs = alone(self.draw, influence)
         if influence is None:
-            self.truths = truths_of(self.draw, outputs)
+            for n, output in outputs:
+                follows = output.completions[0].token_ids
+                self._truths.append([*self.draw.needles[n].prompt, *follows])
         self.judge(outputs, where)
 
     def _crowd(self) -> None:
         found: list[tuple[str, Outputs]] = []
         try:
-            crowd(self.draw, self.truths, found)
+            crowd(self.draw, self._truths, found)
         finally:
             for where, outputs in found:
                 self.judge(outputs, where)
 
-    def _elsewhere(self) -> None:
-        """The same in a process with other variables."""
-        assert self.draw.influence is not None
-        for where, outputs in outputs_of(self.draw):
-            self.judge(outputs, f"{where} with {self.draw.influence.name}")
-
     def judge(self, outputs: Outputs, where: str) -> None:
         """Compare outputs with those known under their fingerprint."""
-        counts = self.result.counts
         for number, output in outputs:
-            counts["outputs"] += 1
+            self.counts["outputs"] += 1
             if failed := failure(output):
-                self.find(f"request {number} failed {where}: {failed}")
+                self.findings.append(f"request {number} failed {where}: {failed}")
                 continue
-            counts["noticed"] += noticed(output)
-            counts["compared"] += self.ledger.knows(number, output)
-            if found := self.ledger.add(number, output, where):
-                self.find(found)
+            self.counts["noticed"] += noticed(output)
+            self.counts["compared"] += self._ledger.knows(number, output)
+            if found := self._ledger.add(number, output, where):
+                self.findings.append(found)
 
 
-def run(draw: RunDraw) -> Result:
+def run(draw: RunDraw) -> Run:
     """Carry out one run."""
-    return Run(draw).carry_out()
+    found = Run(draw)
+    found.carry_out()
+    return found
 
 
 def command(draw: RunDraw) -> str:

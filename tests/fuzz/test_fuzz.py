@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz import worker
 from tests.fuzz.draws import draw
 from tests.fuzz.influences import TABLE
 from tests.fuzz.mends import MENDS, SILENT, take_back
-from tests.fuzz.runs import Ledger, command, failure, noticed, run
+from tests.fuzz.runs import Ledger, command, run
 from tests.support.budget import first
 from tinyspec import RequestOutput, SamplingParams
 from tinyspec.outputs import Completion
@@ -28,7 +27,7 @@ TRIES = 50
 # Mends whose lack shows only on some CPUs: by MKL, AVX-512 in fp16, or operators that other row or
 # thread counts change. What none of these shows on one is skipped there, by name.
 BY_CPU = {
-    *("canary", "facts by layout", "threads between steps", "threads in the fingerprint"),
+    *("facts by layout", "threads between steps", "threads in the fingerprint"),
     *("heights of blocks of query rows", "proof on weights of its own"),
 }
 PAIRS = [(name, one) for name, mend in MENDS.items() for one in mend.classes]
@@ -48,12 +47,6 @@ def test_a_few_runs(number):
     assert check("smoke", number).counts["compared"] > 0
 
 
-def test_a_draw_is_a_function_of_seed_and_number():
-    draws = [str(draw("a", number)) for number in range(6)]
-    assert draws == [str(draw("a", number)) for number in range(6)] and len(set(draws)) == 6
-    assert draws[1] != str(draw("b", 1))
-
-
 @pytest.mark.slow("fuzz", 3)
 @pytest.mark.usefixtures("proven_on_demand")
 @pytest.mark.parametrize("number", range(RUNS))
@@ -70,8 +63,8 @@ WHOLE = Completion(
 )
 
 
-def output(completion=WHOLE, fingerprint="f", prompt_logprobs=None):
-    return RequestOutput("r", [1, 2], SamplingParams(), [completion], fingerprint, prompt_logprobs)
+def output(completion=WHOLE, prompt_logprobs=None):
+    return RequestOutput("r", [1, 2], SamplingParams(), [completion], "f", prompt_logprobs)
 
 
 def cut(completion, tokens, **changes):
@@ -85,13 +78,6 @@ def cut(completion, tokens, **changes):
     )
 
 
-SAME = {
-    "again": output(),
-    "ended by the user": output(cut(WHOLE, 2, finish_reason="abort")),
-    "ended by a notice": output(cut(WHOLE, 1, finish_reason="abort", error="weights changed")),
-    "another fingerprint": output(replace(WHOLE, token_ids=[1, 2, 3]), fingerprint="g"),
-    "a part of the prompt": output(prompt_logprobs=[None, None]),
-}
 OTHER = {
     "a token": replace(WHOLE, token_ids=[7, 8, 10]),
     "a log-probability": replace(WHOLE, logprobs=[-1.0, -0.0, -0.25000001]),
@@ -110,21 +96,11 @@ def ledger():
 
 
 def test_what_is_a_finding():
-    """Control: every bit that an output has, and nothing else."""
-    assert ledger().add(1, output(OTHER["a token"]), "in a crowd") == "", "another request"
-    for name, later in SAME.items():
-        assert ledger().add(0, later, "in a crowd") == "", name
+    """Control: every bit that an output has."""
+    assert ledger().add(0, output(), "in a crowd") == ""
     for name, other in OTHER.items():
         assert ledger().add(0, output(other), "in a crowd"), name
     assert ledger().add(0, output(prompt_logprobs=[None, -2.0]), "in a crowd")
-
-
-def test_failures_are_no_notices():
-    failed = output(cut(WHOLE, 1, finish_reason="abort", error="the pass raised TypeError: x"))
-    told = output(cut(WHOLE, 1, finish_reason="abort", error="the weights changed"))
-    own = output(cut(WHOLE, 1, finish_reason="abort", error=NOT_FINITE))
-    assert [bool(failure(o)) for o in (failed, told, own, output())] == [True, False, False, False]
-    assert [noticed(o) for o in (failed, told, own, output())] == [False, True, False, False]
 
 
 @pytest.mark.slow("fuzz controls", 30)
@@ -132,7 +108,6 @@ def test_failures_are_no_notices():
 def test_what_is_taken_back_is_found(name, one):
     with pytest.MonkeyPatch.context() as patches:
         take_back(name, patches)
-        patches.setattr(worker, "taken_back", name)
         number = next((n for n in range(TRIES) if run(draw("control", n, [one])).findings), None)
     if number is None and name in BY_CPU:
         pytest.skip(f"this CPU shows nothing of {name} in {TRIES} runs of {one}")

@@ -39,6 +39,47 @@ def sensitive(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return logits
 
 
+def sees(length: int, window: int = 0, chunk: int = 0, device: object = "cpu") -> Tensor:
+    """[length, length]: whether the row sees the key."""
+    key = torch.arange(length, device=device)
+    row = key[:, None]
+    seen = key <= row
+    if window:
+        seen &= key > row - window
+    if chunk:
+        seen &= key // chunk == row // chunk
+    return seen
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+    **bounds: int,
+) -> Tensor:
+    """Attention of all rows of a sequence by the formula, in ``dtype``, the way transformers' eager
+    attention writes it: q [L, Hq, D], k and v [L, Hkv, D] -> [L, Hq, D]."""
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = product(q, k.transpose(1, 2)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~sees(q.shape[1], **bounds, device=q.device), -math.inf)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(-1, q.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(dtype)
+    return product(weights[..., : k.shape[1]], v).transpose(0, 1)
+
+
 def assert_row_invariant(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """Every row of x alone, in every row count, at every index, beside every other."""
     alone = torch.cat([run(x[r : r + 1]) for r in range(len(x))])

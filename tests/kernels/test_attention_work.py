@@ -1,4 +1,4 @@
-"""The work list of attention: against a plain model of it, balanced, and without influence on bits.
+"""The work list of attention: balanced, and without influence on bits.
 
 The Triton kernels run on lists of every order, cut anywhere, and with programs in any order.
 """
@@ -15,11 +15,10 @@ from triton.runtime import interpreter
 
 from tests.kernels.cases import ints, normal
 from tests.kernels.test_paged_attention import Pass, Sequence, launched, lay_out
-from tinyspec.kernels import paged_attention
+from tinyspec.kernels import launch, paged_attention
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.paged_attention import UNBOUNDED, WorkList, work_list
 
-ENTRIES = 1 << 30
 SETTINGS = {
     "tile_rows": 16,
     "heads": 8,
@@ -28,15 +27,12 @@ SETTINGS = {
     "chunk": UNBOUNDED,
     "split": 512,
     "programs": 264,
-    "entries": ENTRIES,
+    "entries": 1 << 30,
 }
 # (rows, length) of segments.
 PASSES = {
-    "one-row": [(1, 1)],
-    "one-long": [(1, 131072)],
     "long-beside-short": [(1, 131072), *[(1, 700 + n) for n in range(64)]],
-    "equal": [(1, 4096)] * 64,
-    "many": [(1, 10 * n + 1) for n in range(260)],
+    "many": [(1, 20 * n + 1) for n in range(130)],
     "prompts": [(900, 900), (1, 30), (0, 0), (1100, 9000), (5, 5000)],
 }
 
@@ -47,70 +43,15 @@ def metadata_of(spans: list[tuple[int, int]]) -> AttentionMetadata:
     return AttentionMetadata(ints([]), ints(rows), ints([end for _, end in spans]), 16)
 
 
-def made(spans: list[tuple[int, int]], **settings: int) -> WorkList:
-    return work_list(metadata_of(spans), sum(rows for rows, _ in spans), **SETTINGS | settings)
+def made(spans: list[tuple[int, int]]) -> WorkList:
+    return work_list(metadata_of(spans), sum(rows for rows, _ in spans), **SETTINGS)
 
 
-def tiles_of(spans: list[tuple[int, int]], **settings: int) -> list[list[int]]:
-    """[segment, first row, rows, first split, splits] of every tile, by the definition."""
-    given = SETTINGS | settings
-    tiles = []
-    for segment, (rows, length) in enumerate(spans):
-        for first in range(0, rows, given["tile_rows"]):
-            size = min(rows - first, given["tile_rows"])
-            position = length - rows + first
-            bounds = (position - given["window"] + 1, position // given["chunk"] * given["chunk"])
-            first_split, last = max(bounds) // given["split"], (position + size - 1)
-            tiles.append([segment, first, size, first_split, last // given["split"] + 1])
-            tiles[-1][4] -= first_split
-    return tiles
-
-
-def shares(work: WorkList, heads: int) -> list[dict[int, range]]:
-    """Of every program: its splits of each item."""
-    found = []
-    for (item, first, _), (last, stop, _) in pairwise(work.starts.tolist()):
-        mine = {}
-        for i in range(item, last + (stop > 0)):
-            begin = first if i == item else 0
-            end = stop if i == last else int(work.tiles[i // heads, 4])
-            mine[i] = range(begin, end)
-        found.append(mine)
-    return found
-
-
-@pytest.mark.parametrize("bound", [{}, {"window": 600}, {"chunk": 2048}], ids=str)
 @pytest.mark.parametrize("name", PASSES)
-def test_matches_model(name: str, bound: dict[str, int]) -> None:
-    """Every tile is there, every split of every item has one program, units are counted; no program
-    has more than one and a half times its share and a split."""
-    work, heads = made(PASSES[name], **bound), SETTINGS["heads"]
-    tiles = tiles_of(PASSES[name], **bound)
-    assert work.tiles[: len(tiles), :5].tolist() == tiles
-    owned: dict[int, list[int]] = {}
-    for mine, (begin, end) in zip(
-        shares(work, heads), pairwise(work.starts[:, 2].tolist()), strict=True
-    ):
-        assert sum(map(len, mine.values())) == end - begin
-        for item, splits in mine.items():
-            owned.setdefault(item, []).extend(splits)
-    assert owned == {i: [*range(tiles[i // heads][4])] for i in range(len(tiles) * heads)}
-    units = [end - begin for begin, end in pairwise(work.starts[:, 2].tolist())]
-    assert max(units) <= 1.5 * sum(units) / len(units) + 1
-
-
-def test_workspace() -> None:
-    """Entries of tiles that may be cut do not overlap; what has none is not cut."""
-    for entries in (ENTRIES, 20000, 0):
-        work = made(PASSES["prompts"], entries=entries)
-        used = 0
-        for *_, size, _, splits, entry, shift in work.tiles[: len(tiles_of(PASSES["prompts"]))]:
-            if entry >= 0:
-                assert entry == used
-                used += int(splits * SETTINGS["heads"] * (size << shift))
-        assert used <= entries and (used > 0) == (entries > 0)
-        for item, first, _ in work.starts.tolist():
-            assert first == 0 or work.tiles[item // SETTINGS["heads"], 5] >= 0
+def test_shares_are_even(name: str) -> None:
+    """No program has more than one and a half times its share and a split."""
+    units = [end - begin for begin, end in pairwise(made(PASSES[name]).starts[:, 2].tolist())]
+    assert 0 < max(units) <= 1.5 * sum(units) / len(units) + 1
 
 
 def work_of_any_order(work: WorkList, heads: int, programs: int, seed: int) -> WorkList:
@@ -181,6 +122,18 @@ def test_any_order(options: dict, any_order: list[int], monkeypatch: pytest.Monk
         with launched("spread"), monkeypatch.context() as patch:
             lists_of_any_order(patch, seed)
             assert torch.equal(work(**options), expected)
+
+
+def test_a_workspace_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no entries is not cut; the bits are the same."""
+    work = mixed_pass()
+    with launched("walk"):
+        expected = work()
+    with launched("spread"):
+        for entries in (1, 100):
+            work.metadata.derived.clear()
+            monkeypatch.setattr(launch, "workspace_entries", lambda *_, most=entries: most)
+            assert torch.equal(work(), expected)
 
 
 @pytest.mark.usefixtures("poisoned")

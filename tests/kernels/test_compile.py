@@ -64,6 +64,10 @@ NORMS = {"sum": (True, False), "sum offset": (True, True), "alone": (False, Fals
 INNER = {"even": (3072, 14336), "odd": (63, 11009)}
 # Sizes of vocabularies per binary, by how far they divide.
 VOCABULARIES = {"even": (4096, 128256, 151936), "odd": (1, 50257)}
+# Of what does not attend.
+ROWS = (1, 16, 777)
+# Weights that are rounded as they are read, as under autocast.
+WIDER = "grouped torch.bfloat16 even nk of fp32"
 Call = Callable[[], object]
 
 
@@ -71,9 +75,9 @@ def ints(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def entries() -> dict[str, Callable[[], list[Call]]]:
+def entries() -> dict[str, Callable[[], Iterator[Call]]]:
     """By the name of a binary: launches that all have to share it."""
-    found: dict[str, Callable[[], list[Call]]] = {"accept": accept_calls}
+    found: dict[str, Callable[[], Iterator[Call]]] = {"accept": accept_calls, "sort": sort_calls}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for dtype, kind in product(dtypes, VOCABULARIES):
         found[f"sample {dtype} {kind}"] = partial(sample_calls, dtype, kind)
@@ -93,133 +97,134 @@ def entries() -> dict[str, Callable[[], list[Call]]]:
         found[f"gated {dtype} {kind} {activation}"] = partial(gated_calls, dtype, kind, activation)
     for dtype, kind, stored in product(dtypes, LAYERS, ("nk", "kn")):
         found[f"linear {dtype} {kind} {stored}"] = partial(linear_calls, dtype, kind, stored)
+        calls = partial(grouped_calls, dtype, kind, stored)
+        found[f"grouped {dtype} {kind} {stored}"] = calls
+    found[WIDER] = partial(grouped_calls, torch.bfloat16, "even", "nk", torch.float32)
+    for dtype, kind, rounds in product(dtypes, ("even", "odd"), (True, False)):
+        calls = partial(add_calls, dtype, kind, rounds)
+        found[f"add {dtype} {kind} rounds={rounds}"] = calls
     return found
 
 
-def accept_calls() -> list[Call]:
-    return [accept_call(*sizes) for sizes in ((1, 1, 0, 1), (16, 17, 3, 16), (3, 64, 1, 128))]
+def accept_calls() -> Iterator[Call]:
+    from tinyspec.kernels.accept import accept_truncate
+
+    for requests, width, stops, page_size in ((1, 1, 0, 1), (16, 17, 3, 16), (3, 64, 1, 128)):
+        table, column = torch.zeros(requests, width, dtype=torch.long), torch.ones(requests).int()
+        stop_ids = torch.zeros(requests, stops, dtype=torch.long)
+        args = (table, table, *[column] * 4, stop_ids, column, page_size)
+        yield partial(accept_truncate, *args)
 
 
-def sample_calls(dtype: torch.dtype, kind: str) -> list[Call]:
-    cases = product(VOCABULARIES[kind], (1, 3, 16), (False, True), (False, True))
-    return [sample_call(dtype, *case) for case in cases]
+def sample_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
+    from tinyspec.kernels.sample import sample
+
+    for vocab, rows, hot, forced in product(VOCABULARIES[kind], ROWS[:2], (0, 1), (0, 1)):
+        # Cut out of longer ones: at any address. A vocabulary cut out of padded logits: at any
+        # stride.
+        logits = torch.zeros(rows + 1, vocab + 7, dtype=dtype)[1:, 1 : vocab + 1]
+        tokens = torch.zeros(rows + 1, dtype=torch.long)[1:]
+        noise = (torch.zeros(rows + 1)[1:], tokens, tokens) if hot else (None, None, None)
+        yield partial(sample, logits, *noise, forced=tokens if forced else None)
 
 
 def kv_write_calls(
     dtype: torch.dtype, dim: int, norm: bool, turn: str, cached: torch.dtype
-) -> list[Call]:
-    sizes = ((1, 1, 1), (16, 8, 2), (5, 32, 8))
-    return [kv_write_call(dtype, dim, norm, turn, cached, size) for size in sizes]
-
-
-def attention_calls(dtype: torch.dtype, dim: int, extras: bool, cached: torch.dtype) -> list[Call]:
-    return [attention_call(dtype, dim, extras, cached, size) for size in PASSES]
-
-
-def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> list[Call]:
-    shapes = product(LAYERS[kind], (1, 16, 777), (True, False))
-    return [linear_call(dtype, stored, *shape) for shape in shapes]
-
-
-def add_rms_norm_calls(dtype: torch.dtype, width: int, kind: str) -> list[Call]:
-    return [add_rms_norm_call(dtype, width, rows, *NORMS[kind]) for rows in (1, 16, 777)]
-
-
-def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> list[Call]:
-    shapes = product(INNER[kind], (1, 16, 777))
-    return [gated_call(dtype, activation, *shape) for shape in shapes]
-
-
-def accept_call(requests: int, width: int, stops: int, page_size: int) -> Call:
-    from tinyspec.kernels.accept import accept_truncate
-
-    table, column = torch.zeros(requests, width, dtype=torch.long), torch.ones(requests).int()
-    stop_ids = torch.zeros(requests, stops, dtype=torch.long)
-    columns = (column, column, column, column)
-    return lambda: accept_truncate(table, table, *columns, stop_ids, column, page_size)
-
-
-def sample_call(dtype: torch.dtype, vocab: int, rows: int, hot: bool, forced: bool) -> Call:
-    from tinyspec.kernels.sample import sample
-
-    # Cut out of longer ones: at any address. A vocabulary cut out of padded logits: at any stride.
-    logits = torch.zeros(rows + 1, vocab + 7, dtype=dtype)[1:, 1 : vocab + 1]
-    tokens = torch.zeros(rows + 1, dtype=torch.long)[1:]
-    noise = (torch.zeros(rows + 1)[1:], tokens, tokens) if hot else (None, None, None)
-    return lambda: sample(logits, *noise, forced=tokens if forced else None)
-
-
-def kv_write_call(
-    dtype: torch.dtype,
-    dim: int,
-    norm: bool,
-    turn: str,
-    cached: torch.dtype,
-    size: tuple[int, ...],
-) -> Call:
+) -> Iterator[Call]:
     from tinyspec.kernels.kv_write import fused_kv_write
 
-    rows, q_heads, kv_heads = size
     interleaved, angle_dtype = TURNS[turn]
-    fused = torch.zeros(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
-    parts = fused.split([q_heads, kv_heads, kv_heads], dim=1)
-    cos = torch.zeros(rows, dim, dtype=angle_dtype or dtype)
-    cache = torch.zeros(2, 16, kv_heads, dim, dtype=cached)
-    weight = torch.zeros(dim, dtype=dtype) if norm else None
-    slots = torch.zeros(rows, dtype=torch.long)
-    args = (*parts, cos, cos, cache, cache.clone(), slots)
-    options = {"q_weight": weight, "k_weight": weight, "interleaved": interleaved}
-    return lambda: fused_kv_write(*args, **options)
+    for rows, q_heads, kv_heads in ((1, 1, 1), (16, 8, 2), (5, 32, 8)):
+        fused = torch.zeros(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
+        parts = fused.split([q_heads, kv_heads, kv_heads], dim=1)
+        cos = torch.zeros(rows, dim, dtype=angle_dtype or dtype)
+        cache = torch.zeros(2, 16, kv_heads, dim, dtype=cached)
+        weight = torch.zeros(dim, dtype=dtype) if norm else None
+        args = (*parts, cos, cos, cache, cache.clone(), torch.zeros(rows, dtype=torch.long))
+        options = {"q_weight": weight, "k_weight": weight, "interleaved": interleaved}
+        yield partial(fused_kv_write, *args, **options)
 
 
-def attention_call(
-    dtype: torch.dtype, dim: int, extras: bool, cached: torch.dtype, size: tuple[int, ...]
-) -> Call:
+def attention_calls(
+    dtype: torch.dtype, dim: int, extras: bool, cached: torch.dtype
+) -> Iterator[Call]:
     from tinyspec.kernels.backend import AttentionMetadata
     from tinyspec.kernels.paged_attention import paged_attention
 
-    rows, q_heads, kv_heads, page_size, window, chunk, length = size
-    cache = torch.zeros(2, page_size, kv_heads, dim, dtype=cached)
-    q = torch.zeros(rows, q_heads, dim, dtype=dtype)
-    # Odd ones: a sequence for each row.
-    ends = [0, rows] if rows % 2 == 0 else [*range(rows + 1)]
-    lengths = ints([length] * (len(ends) - 1))
-    table = torch.zeros(len(lengths), -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
-    metadata = AttentionMetadata(table, ints(ends), lengths, page_size)
-    options = {"window": window, "chunk": chunk}
-    if extras:
-        options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}
-    return lambda: paged_attention(q, cache, cache.clone(), metadata, scale=1.0, **options)
+    for rows, q_heads, kv_heads, page_size, window, chunk, length in PASSES:
+        cache = torch.zeros(2, page_size, kv_heads, dim, dtype=cached)
+        q = torch.zeros(rows, q_heads, dim, dtype=dtype)
+        # Odd ones: a sequence for each row.
+        ends = [0, rows] if rows % 2 == 0 else [*range(rows + 1)]
+        lengths = ints([length] * (len(ends) - 1))
+        table = torch.zeros(len(lengths), -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
+        args = (q, cache, cache.clone(), AttentionMetadata(table, ints(ends), lengths, page_size))
+        more = {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)} if extras else {}
+        yield partial(paged_attention, *args, scale=1.0, window=window, chunk=chunk, **more)
 
 
-def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: bool) -> Call:
+def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
     from tinyspec.kernels.hidden_states import linear
 
-    width, outputs = layer
-    # Rows cut out of wider ones, a bias at any address.
-    x = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
-    weight = torch.zeros(outputs, width, dtype=dtype)
-    if stored == "kn":
-        weight = weight.T.contiguous().T
-    shift = torch.zeros(outputs + 1, dtype=dtype)[1:] if bias else None
-    return lambda: linear(x, weight, shift)
+    for (width, outputs), rows, bias in product(LAYERS[kind], ROWS, (True, False)):
+        # Rows cut out of wider ones, a bias at any address.
+        x = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
+        weight = torch.zeros(outputs, width, dtype=dtype)
+        if stored == "kn":
+            weight = weight.T.contiguous().T
+        yield partial(
+            linear, x, weight, torch.zeros(outputs + 1, dtype=dtype)[1:] if bias else None
+        )
 
 
-def add_rms_norm_call(dtype: torch.dtype, width: int, rows: int, add: bool, offset: bool) -> Call:
+def grouped_calls(
+    dtype: torch.dtype, kind: str, stored: str, weights: torch.dtype | None = None
+) -> Iterator[Call]:
+    from tinyspec.kernels.experts import grouped_linear
+
+    for (width, outputs), pairs, bias in product(LAYERS[kind], ROWS, (True, False)):
+        # Of 65 to 128 experts; nothing is written to them.
+        shape = (128, outputs, width) if stored == "nk" else (100, width, outputs)
+        weight = torch.empty(shape, dtype=weights or dtype)
+        weight = weight if stored == "nk" else weight.transpose(1, 2)
+        shift = torch.zeros(len(weight) + 1, outputs, dtype=weight.dtype)[1:] if bias else None
+        x, places = torch.zeros(pairs, width, dtype=dtype), torch.zeros(pairs + 129).long()
+        yield partial(grouped_linear, x, weight, shift, places[1:], places[1:])
+
+
+def sort_calls() -> Iterator[Call]:
+    from tinyspec.kernels.experts import sort_by_expert
+
+    for rows, experts in ((1, 8), (16, 128), (777, 257)):
+        yield partial(sort_by_expert, torch.zeros(rows + 1, 3, dtype=torch.long)[1:], experts)
+
+
+def add_calls(dtype: torch.dtype, kind: str, rounds: bool) -> Iterator[Call]:
+    from tinyspec.kernels.experts import add_experts
+
+    for width, rows in product(INNER[kind], ROWS):
+        index = torch.zeros(rows + 1, 8, dtype=torch.long)[1:]
+        scales = torch.zeros(rows + 1, 8, dtype=dtype if rounds else torch.float32)[1:]
+        yield partial(add_experts, torch.zeros(8 * rows, width, dtype=dtype), scales, index, dtype)
+
+
+def add_rms_norm_calls(dtype: torch.dtype, width: int, kind: str) -> Iterator[Call]:
     from tinyspec.kernels.hidden_states import add_rms_norm
 
-    # A residual cut out of a wider one, a weight at any address.
-    x, wide = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, 2 * width, dtype=dtype)
-    weight = torch.zeros(width + 1, dtype=dtype)[1:]
-    residual = wide[:, :width] if add else None
-    return lambda: add_rms_norm(x, residual, weight, 1e-6, unit_offset=offset)
+    add, offset = NORMS[kind]
+    for rows in ROWS:
+        # A residual cut out of a wider one, a weight at any address.
+        x, wide = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, 2 * width, dtype=dtype)
+        weight, residual = torch.zeros(width + 1, dtype=dtype)[1:], wide[:, :width] if add else None
+        yield partial(add_rms_norm, x, residual, weight, 1e-6, unit_offset=offset)
 
 
-def gated_call(dtype: torch.dtype, activation: str, width: int, rows: int) -> Call:
+def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> Iterator[Call]:
     from tinyspec.kernels.hidden_states import gated
 
-    both = torch.zeros(rows, 2 * width, dtype=dtype)
-    return lambda: gated(both[:, :width], both[:, width:], activation)
+    for width, rows in product(INNER[kind], ROWS):
+        both = torch.zeros(rows, 2 * width, dtype=dtype)
+        yield partial(gated, both[:, :width], both[:, width:], activation)
 
 
 def answer() -> None:
@@ -241,7 +246,7 @@ def answer() -> None:
         print(json.dumps(records_of(known[entry](), target)), flush=True)
 
 
-def records_of(calls: list[Call], target: Any) -> list[dict]:
+def records_of(calls: Iterator[Call], target: Any) -> list[dict]:
     """What ``calls`` would launch, compiled for ``target``: a record of each kernel."""
     import triton.runtime.jit as jit
     from triton.compiler import ASTSource, compile, make_backend
@@ -371,7 +376,6 @@ def record() -> None:
                 row = table.setdefault(compiled.key_of(entry, found), {})
                 row[target] = compiled.figures(found)
     compiled.write(table)
-    compiled.write_readme()
 
 
 # What the dots of 64 rows must become on sm_90: fp32 in pieces, without tf32.
@@ -379,6 +383,7 @@ DOTS = {
     "attention torch.bfloat16 128 extras=False": ["wgmma.mma_async"],
     "attention torch.float32 64 extras=False": [],
     "linear torch.bfloat16 even nk": ["wgmma.mma_async"],
+    "grouped torch.bfloat16 even nk": ["wgmma.mma_async"],
     "linear torch.float32 even kn": [],
 }
 # InFlightPass behind the kernel that an entry is named after.
@@ -399,6 +404,8 @@ ESSENTIAL = {
     ("gfx942", "linear torch.bfloat16 odd kn"),
     ("sm_90", "add_rms_norm torch.bfloat16 4096 sum"),
     ("sm_90", "gated torch.bfloat16 even silu"),
+    *(("sm_90", entry) for entry in ("sort", "add torch.bfloat16 even rounds=True")),
+    *(("gfx942", entry) for entry in ("grouped torch.bfloat16 odd kn", WIDER)),
 }
 GRID = [
     pytest.param(
@@ -446,7 +453,10 @@ def loads_widely(target: str, entry: str) -> bool | None:
     """Whether 16 bytes are loaded at a time: where rows divide so far. None: not known."""
     kernel = entry.partition(" ")[0]
     # On gfx942 triton drops what sample told it of rows.
-    if kernel in ("accept", "kv_write", "attention") or (kernel, target) == ("sample", "gfx942"):
+    if kernel in ("accept", "sort", "kv_write", "attention") or (kernel, target) == (
+        "sample",
+        "gfx942",
+    ):
         return None
     return entry.split()[2] not in ("odd", "63")
 
@@ -479,8 +489,7 @@ def table_of_this_triton() -> compiled.Table:
 
 
 def test_every_entry_is_written_down() -> None:
-    """On every target of the table, with the kernels behind it, and nothing else; the README's
-    table says the same."""
+    """On every target of the table, with the kernels behind it, and nothing else."""
     expected = {
         f"{entry} {kernel}"
         for entry in entries()
@@ -488,8 +497,7 @@ def test_every_entry_is_written_down() -> None:
     }
     for table in compiled.versions().values():
         assert table.keys() == expected
-        assert all(row.keys() == compiled.TARGETS.keys() for row in table.values())
-    assert compiled.readme_parts()[1] == compiled.readme_table()
+        assert all(row.keys() == {*compiled.TARGETS} for row in table.values())
 
 
 @pytest.mark.slow("compile grid", 2)
@@ -522,9 +530,9 @@ def test_one_binary_when_run() -> None:
     try:
         cache = attention_kernel.device_caches[torch.cuda.current_device()][0]
         before = len(cache)
-        for size in PASSES:
-            # No other test has this head size.
-            attention_call(torch.bfloat16, 48, False, torch.bfloat16, size)()
+        # No other test has this head size.
+        for call in attention_calls(torch.bfloat16, 48, False, torch.bfloat16):
+            call()
         assert len(cache) == before + 1
     finally:
         torch.set_default_device("cpu")

@@ -224,6 +224,7 @@ MODELS = {
 }
 
 
+@pytest.mark.crossed(0.1)
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("rot", [0, 20, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

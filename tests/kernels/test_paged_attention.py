@@ -7,7 +7,7 @@ program, which merges all splits as it goes, and with many, whose splits are mer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, DTYPES, ints, normal
+from tests.kernels.cases import DEVICE, DTYPES, dense, ints, normal
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
 from tinyspec.kernels.backend import AttentionMetadata
@@ -112,46 +112,14 @@ def lay_out(
     return Pass(torch.cat(q), caches[0], caches[1], metadata)
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-
-
 def numpy_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
 
 
-def dense(
-    sequence: Sequence,
-    start: int,
-    stop: int,
-    dtype: torch.dtype,
-    scale: float | None = None,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    product: Product = torch.matmul,
-) -> Tensor:
-    """Rows [start, stop) by the formula, the way transformers' eager attention writes it."""
-    q, k, v = (x[:stop].to(dtype).transpose(0, 1) for x in (sequence.q, sequence.k, sequence.v))
-    group = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = product(q[:, start:], k.transpose(1, 2)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    position, key = torch.arange(start, stop, device=DEVICE), torch.arange(stop, device=DEVICE)
-    hidden = key > position[:, None]
-    if window:
-        hidden |= key <= position[:, None] - window
-    if chunk:
-        hidden |= key // chunk != position[:, None] // chunk
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(-1, stop - start, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, dim=-1, dtype=wide).to(dtype)
-    return product(weights[..., :stop], v).transpose(0, 1)
+def rows_of(sequence: Sequence, start: int, stop: int, *given: object, **options: object) -> Tensor:
+    """Rows [start, stop) by the formula."""
+    whole = (x[:stop] for x in (sequence.q, sequence.k, sequence.v))
+    return dense(*whole, *given, **options)[start:]
 
 
 TOGETHER = {"softcap": 9.0, "sinks": True, "scale": 0.2}
@@ -192,12 +160,12 @@ def test_matches_reference(name: str, mode: str, dtype: torch.dtype) -> None:
     ]
     with launched(mode):
         out = lay_out(chunks, page_size, fill=NAN)(**options)
-    exact = torch.cat([dense(*chunk, torch.float64, **options) for chunk in chunks])
+    exact = torch.cat([rows_of(*chunk, torch.float64, **options) for chunk in chunks])
     # The interpreter multiplies by NumPy, whose product of so many fp32 numbers, on the processor
     # that conftest.py has it run for, is less accurate than torch's.
     by_numpy = name == "widest-512" and dtype == torch.float32 and DEVICE == "cpu"
     product = numpy_product if by_numpy else torch.matmul
-    same = torch.cat([dense(*chunk, dtype, **options, product=product) for chunk in chunks])
+    same = torch.cat([rows_of(*chunk, dtype, **options, product=product) for chunk in chunks])
     assert out.dtype == dtype
     assert_as_good_as_torch(out, same, exact)
 
@@ -307,7 +275,7 @@ def test_row_invariant_to_neighbours(mode: str, dtype: torch.dtype) -> None:
         drafted.k[67:] *= 100
         drafted.v[67:] *= -1000
         assert torch.equal(lay_out([(drafted, 64, 70)])()[2], alone)
-        for page_size in (1, 16, 64, 128):
+        for page_size in (1, 128):
             assert torch.equal(lay_out([(sequence, 60, 70)], page_size)()[6], alone)
         # Masked products are 0 times the largest values there are, beside tiny ones that count.
         sequence.v /= 1024
@@ -332,10 +300,10 @@ def test_row_invariant_can_fail(entry: dict[str, int]) -> None:
     """Control: another split or tile is another order of reduction, and shows."""
     sequence = Sequence.make(LENGTH, 4, 2, 64, torch.float32)
     with launched("walk"):
-        prompt = lay_out([(sequence, 100, LENGTH)])()
-        again = lay_out([(sequence, 100, LENGTH)], page_size=128)()
+        prompt = lay_out([(sequence, 136, LENGTH)])()
+        again = lay_out([(sequence, 136, LENGTH)], page_size=128)()
     with launched("walk", **{"split": SPLIT} | entry):
-        other = lay_out([(sequence, 100, LENGTH)])()
+        other = lay_out([(sequence, 136, LENGTH)])()
     assert torch.equal(prompt, again)
     assert not torch.equal(prompt, other)
 

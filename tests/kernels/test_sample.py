@@ -162,16 +162,6 @@ def test_exact(scorer: Callable) -> None:
     assert [len(x) for x in scorer(*(x[:0] for x in case(1, 10)))] == [0, 0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_exact_in_16_bits(dtype: torch.dtype) -> None:
-    """Logits are read as they are; everything after that is in fp32."""
-    logits, *noise = case(4, 1001)
-    logits = logits.to(dtype)
-    for args in (noise, (None, None, None)):
-        for narrow, wide in zip(sample(logits, *args), sample(logits.float(), *args), strict=True):
-            assert torch.equal(narrow, wide)
-
-
 @both
 @pytest.mark.parametrize(
     "rows, vocab",

@@ -15,7 +15,7 @@ from tinyspec.model.attention import PagedAttention
 from tinyspec.model.fused_layer import FusedLayer, FusedNorm
 
 PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
-CONFIG = EngineConfig(reference_rows=8)
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 
 
 def bf16() -> torch.autocast:
@@ -61,12 +61,13 @@ def test_what_a_gpu_runs(monkeypatch):
     """But for the kernels, for which the twins pose: without fused layers, which know one dtype."""
     as_on_a_gpu(monkeypatch)
     with bf16():
-        engine = engine_of(tiny(), backend="triton", reference_rows=8)
+        engine = engine_of(tiny(), backend="triton", reference_rows=8, max_rows=16)
     with engine:
         alone = [bits_of(engine.generate([prompt], PARAMS))[0] for prompt in prompts(3)]
         assert bits_of(engine.generate(prompts(3), PARAMS)) == alone
-        kinds = {type(module) for module in engine.served.model.modules()}
-    assert PagedAttention in kinds and not kinds & {FusedLayer, FusedNorm}
+        modules = list(engine.served.model.modules())
+    assert any(isinstance(module, PagedAttention) for module in modules)
+    assert not any(isinstance(module, (FusedLayer, FusedNorm)) for module in modules)
 
 
 def around_modules(model):
@@ -115,17 +116,6 @@ def in_its_own_code(model):
     model.model.layers[1].mlp.__class__ = Quick
 
 
-def by_decorator(model):
-    kind = type(model.model.layers[1].mlp)
-
-    class Quick(kind):
-        @bf16()
-        def forward(self, x):
-            return super().forward(x)
-
-    model.model.layers[1].mlp.__class__ = Quick
-
-
 def by_hooks(model):
     mlp, entered = model.model.layers[1].mlp, []
 
@@ -159,7 +149,7 @@ def test_a_linear_without_it_is_refused():
         engine.generate(prompts(3), PARAMS)
 
 
-@pytest.mark.parametrize("turn_on", [in_its_own_code, by_decorator, by_hooks])
+@pytest.mark.parametrize("turn_on", [in_its_own_code, by_hooks])
 def test_anything_else_is_refused(turn_on):
     model = tiny("llama", torch.bfloat16)
     turn_on(model)
@@ -170,9 +160,8 @@ def test_anything_else_is_refused(turn_on):
         assert len(engine.generate([[1, 2, 3]], plain)[0].completions[0].token_ids) == 6
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_engine_keeps_the_precision_that_it_was_made_in(family):
-    model = tiny(family)
+def test_an_engine_keeps_the_precision_that_it_was_made_in():
+    model = tiny("gpt2")
     with Engine(model, config=CONFIG) as engine:
         expected = bits_of(engine.generate(prompts(3), PARAMS))
         around_the_model(model)

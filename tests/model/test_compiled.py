@@ -42,15 +42,9 @@ def compile_inside(model, backend):
     return model
 
 
-def compile_layers(model, backend):
-    for layer in model.model.layers:
-        layer.compile(backend=backend)
-    model.model.rotary_emb.compile(backend=backend)
-    return model
-
-
 def compile_in_place(model, backend):
-    model.compile(backend=backend)
+    for module in (*model.model.layers, model.model.rotary_emb, model):
+        module.compile(backend=backend)
     return model
 
 
@@ -79,7 +73,6 @@ def compile_whole(model, backend):
 COMPILED = [
     compile_whole,
     compile_in_place,
-    compile_layers,
     compile_forwards,
     pytest.param(compile_own_forward, marks=pytest.mark.slow("crosses", 2)),
     compile_inside,

@@ -22,6 +22,7 @@ from tinyspec.model.cpu_linears import (
     OneDnnLinear,
     TransposedLinear,
 )
+from tinyspec.model.shadow import standing_in
 
 # Which linear, and the row counts that are quicker by torch's default.
 KINDS = {
@@ -52,35 +53,23 @@ def quick(monkeypatch, no_results_on_disk):
 
 
 PRODUCTS = {
-    "transposed": (TransposedLinear, torch.bfloat16, 2**-7),
-    "oneDNN": (OneDnnLinear, torch.float32, 2**-20),
-    "oneDNN, swapped": (lambda own: OneDnnLinear(own).product_swapped, torch.float32, 2**-20),
+    "transposed": (TransposedLinear, "product", torch.bfloat16, 2**-7),
+    "oneDNN": (OneDnnLinear, "product", torch.float32, 2**-20),
+    "oneDNN, swapped": (OneDnnLinear, "product_swapped", torch.float32, 2**-20),
 }
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
-@pytest.mark.parametrize(("make", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
-def test_products(make, dtype, most, shape, bias):
+@pytest.mark.parametrize(("kind", "name", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products(kind, name, dtype, most, shape, bias):
     """The same as the linear's, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=dtype)
-    product, x = make(own), torch.randn(shape, dtype=dtype)
+    product, x = getattr(standing_in(own, kind), name), torch.randn(shape, dtype=dtype)
     with torch.no_grad():
         found, exact = product(x), own.double()(x.double())
     assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
     assert (found.double() - exact).norm() <= most * exact.norm()
-
-
-def test_many_rows_transposed_back():
-    """From some size on by another operator: the same numbers at the same places."""
-    own = nn.Linear(64, 1024, dtype=torch.bfloat16)
-    linear = TransposedLinear(own)
-    x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
-    assert linears.REORDERED_ELEMENTS <= 256 * 1024
-    with torch.no_grad():
-        found = linear(x)
-        plain = torch.mm(own.weight, x[0].t()).t() + own.bias
-    assert torch.equal(found[0], plain) and found.is_contiguous()
 
 
 @both
@@ -95,15 +84,15 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
 @pytest.mark.crossed(3)
 @both
 @pytest.mark.parametrize("reference", [4, 16])
-@pytest.mark.parametrize("verify", first(2, ["auto", "always", "padded"], 3))
+@pytest.mark.parametrize("verify", first(1, ["auto", "padded"], 3))
 def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
     model = tiny("llama", dtype)
-    config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
+    config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
-        assert [bits(solo(engine, needle)) for needle in needles()] == alone
-        requests = [*needles(), *crowd(random.Random(0), 20)]
+        assert [bits(solo(engine, needle)) for needle in needles()[::2]] == alone
+        requests = [*needles()[::2], *crowd(random.Random(0), 8)]
         del quick[:]
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
         assert [bits(output) for output in outputs][: len(alone)] == alone
@@ -118,7 +107,7 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
         SamplingParams(max_new_tokens=60),
         SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True),
     )
-    config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
+    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
     with Engine(tiny(), config=config) as engine:
         engine.contract.ensure()
         first = engine.generate([[5, 6, 7]], plain)[0]

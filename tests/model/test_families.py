@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import tinyspec
 from tests.support import walk
 from tests.support.budget import first
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
@@ -61,7 +60,7 @@ def test_tokens_and_bits(kind):
     assert walk.forward_of(model) in {TABLE[kind][2], *others}
 
 
-@pytest.mark.parametrize("kind", ["bart", "gemma3n_text", "longcat_flash", "phimoe", "roc_bert"])
+@pytest.mark.parametrize("kind", ["longcat_flash", "phimoe", "roc_bert"])
 def test_canonical_forwards(kind):
     """Of types that are special there: all others are among the slow tests."""
     assert walk.forward_of(tiny(kind)) == TABLE[kind][2] or not OWN_VERSION
@@ -155,14 +154,10 @@ def test_a_long_rope_is_served_as_far_as_one_table_holds():
 SMALL = [{"max_model_len": 8}, *({"reference_rows": n, "max_rows": n} for n in (4, 7))]
 
 
-@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
-def test_sequences_and_passes_may_be_smaller_than_what_a_model_is_tried_with(
-    sizes, known, monkeypatch
-):
+def test_sequences_and_passes_may_be_smaller_than_what_a_model_is_tried_with(sizes, monkeypatch):
     """Of a class outside the table of types the prompt of the comparison is cut to fit."""
-    if not known:
-        monkeypatch.setattr(parity_check, "SERVED", frozenset())
+    monkeypatch.setattr(parity_check, "SERVED", frozenset())
     params = SamplingParams(max_new_tokens=5, ignore_eos=True, deterministic=True)
     prompt = [3, 4, 5] if "max_model_len" in sizes else [*range(3, 15)]
     with Engine(tiny("llama"), config=EngineConfig(**sizes)) as engine:
@@ -196,17 +191,3 @@ def test_llama4_is_refused_where_it_would_count_rows():
     }.items():
         with pytest.raises(UnsupportedModelError, match=name):
             Engine(model, config=EngineConfig(**settings))
-
-
-def test_a_config_that_changes_between_calls_is_surveyed_anew():
-    model = tiny("mistral")
-    prompt = torch.tensor([walk.prompts()[1]])
-    model.config.sliding_window = None
-    tinyspec.patch(model)
-    for window in (None, 4, 16):
-        model.config.sliding_window = window
-        found = model.generate(prompt, max_new_tokens=12, do_sample=False)
-        own = tiny("mistral")
-        own.config.sliding_window = window
-        assert torch.equal(found, own.generate(prompt, max_new_tokens=12, do_sample=False))
-    tinyspec.unpatch(model)

@@ -21,11 +21,6 @@ from tinyspec.runner import parity_check
 ROWS = 12
 
 
-def first_rows(allowed):
-    """A mask function that looks rows up, as those for pictures do."""
-    return lambda batch, head, q, kv: allowed[q] & allowed[kv]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 4096, 131072])
 def test_windows_and_chunks_of_any_size(size):
     assert reach_of(sliding_window_causal_mask_function(size), ROWS, size) == Reach(window=size)
@@ -33,11 +28,6 @@ def test_windows_and_chunks_of_any_size(size):
     found = reach_of(chunked_causal_mask_function(size, padding), ROWS, size)
     # One key is one key.
     assert found == (Reach(chunk=size) if size > 1 else Reach(window=1))
-
-
-def test_all_that_came_before():
-    assert reach_of(causal_mask_function, ROWS, None) == Reach()
-    assert reach_of(causal_mask_function, ROWS, 64) == Reach(), "a size that it ignores"
 
 
 @pytest.mark.parametrize(
@@ -54,17 +44,6 @@ def test_all_that_came_before():
 @pytest.mark.parametrize("size", [None, 32])
 def test_other_masks_are_not_known(mask, size):
     assert reach_of(mask, ROWS, size) is None
-
-
-def test_what_is_looked_up_is_known_as_far_as_there_are_rows():
-    everywhere = torch.ones(ROWS, dtype=torch.bool)
-    causal = and_masks(causal_mask_function, first_rows(everywhere))
-    assert reach_of(causal, ROWS, None) == Reach()
-    assert reach_of(causal, ROWS, 64) == Reach(window=64)
-    assert reach_of(causal, ROWS, 64, chunked=True) == Reach(chunk=64)
-    holes = everywhere.clone()
-    holes[5] = False
-    assert reach_of(and_masks(causal_mask_function, first_rows(holes)), ROWS, None) is None
 
 
 def reaches(kind, **changes):

@@ -7,18 +7,21 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
-from tinyspec.model.cpu_linears import CpuLinear, OneDnnLinear, TransposedLinear, cpu_has
+from tinyspec.model.cpu_linears import OneDnnLinear, TransposedLinear, cpu_has
 from tinyspec.model.linears import KernelLinear, kernel_stand_ins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
 
 
 def served(model):
-    return [type(m) for m in model.modules() if isinstance(m, (nn.Linear, CpuLinear))]
+    kinds = (OneDnnLinear, TransposedLinear, nn.Linear)
+    found = (next((k for k in kinds if isinstance(m, k)), None) for m in model.modules())
+    return [kind for kind in found if kind]
 
 
 def test_an_engine_serves_plain_linears_alone():
@@ -38,10 +41,10 @@ def test_an_engine_serves_plain_linears_alone():
 def test_without_the_operator_linears_stay(monkeypatch):
     """And the fingerprint says so, for the bits are others."""
     params = SamplingParams(max_new_tokens=5, deterministic=True)
-    with Engine(tiny()) as engine:
+    with Engine(tiny(), config=CONFIG) as engine:
         first = engine.generate(prompts(3), params)[0]
     monkeypatch.setattr(linears, "_works", lambda: False)
-    with Engine(tiny()) as engine:
+    with Engine(tiny(), config=CONFIG) as engine:
         assert set(served(engine.runner.model)) == {nn.Linear}
         assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
 
@@ -53,7 +56,7 @@ def swap(model, found):
 
 
 def kernel_linears(model):
-    return {name for name, m in model.named_modules() if type(m) is KernelLinear}
+    return {name for name, m in model.named_modules() if isinstance(m, KernelLinear)}
 
 
 @torch.no_grad()

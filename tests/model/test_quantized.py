@@ -5,6 +5,7 @@ torchao and bitsandbytes on a CPU; quantized at loading, as transformers does it
 
 import logging
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,14 +28,9 @@ from tests.support.loading import (
     unlike,
 )
 from tests.support.tiny import tiny
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism.fingerprint import digest_weights
+from tinyspec import DeterminismError, Engine, SamplingParams, doctor
 from tinyspec.model import quantized
-from tinyspec.model.cpu_linears import OneDnnLinear
-from tinyspec.model.linears import KernelLinear, linear_kinds, linear_weight
-from tinyspec.model.outline import WEIGHTS, Outline
-from tinyspec.model.quantized import is_packed, packing_format, parts
-from tinyspec.model.scratch_weights import ScratchModel
+from tinyspec.model.linears import KernelLinear
 
 NAME = "model.layers.0.self_attn.q_proj"
 LOGPROBS = SamplingParams(max_new_tokens=8, logprobs=True)
@@ -120,15 +116,10 @@ def test_served_and_proven(folder, name, dtype):
 def test_packed_linears_are_never_replaced(folder, name):
     model = load(folder, quantization_config=PROVEN[name]())
     linears = {n: m for n, m in model.named_modules() if n.endswith("proj")}
-    with Engine(model, config=CONFIG) as engine:
+    with Engine(model, config=replace(CONFIG, linear="always")) as engine:
         served = engine.runner.model
         assert all(type(served.get_submodule(n)) is type(m) for n, m in linears.items())
-        assert type(served.lm_head) is OneDnnLinear, "which is not packed"
-    always = EngineConfig(reference_rows=16, page_size=16, linear="always")
-    with Engine(model, config=always) as engine:
-        served = engine.runner.model
-        assert all(type(served.get_submodule(n)) is type(m) for n, m in linears.items())
-        assert type(served.lm_head) is KernelLinear
+        assert isinstance(served.lm_head, KernelLinear), "which is not packed"
         assert len(tokens(engine.generate(PROMPTS, PLAIN))) == len(PROMPTS)
 
 
@@ -195,7 +186,8 @@ def test_control_a_crowd_shows_there(folder, make):
 
 
 def fingerprint(model):
-    with Engine(model, config=CONFIG) as engine:
+    """Without a proof."""
+    with Engine(model, config=replace(CONFIG, linear="never")) as engine:
         return engine.fingerprint
 
 
@@ -281,34 +273,6 @@ def test_a_first_deterministic_request(folder, how):
 # Packed weights
 
 
-def test_kinds_tell_packings_apart(folder):
-    """Of one type and shape, and by other kernels: each is probed."""
-    model = load(folder, quantization_config=int8_weights())
-    other = load(folder, quantization_config=int8_groups())
-    count = len(linear_kinds(model))
-    model.model.layers[1].self_attn.q_proj = other.model.layers[1].self_attn.q_proj
-    assert len(linear_kinds(model)) == count + 1
-    matrix = linear_weight(model.get_submodule(NAME))
-    exact = tiny().get_submodule(NAME).weight
-    assert not is_packed(matrix) and (matrix - exact).abs().max() < 0.02
-
-
-def test_a_subclass_of_an_unknown_library():
-    class Packed(torch.Tensor):
-        pass
-
-    model = tiny()
-    linear = model.get_submodule(NAME)
-    assert parts(linear.weight)[""] is linear.weight and packing_format(linear.weight) == ""
-    before = digest_weights(model)
-    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Packed))
-    assert is_packed(linear.weight) and digest_weights(model) != before
-    outline = Outline(model)
-    with torch.no_grad():
-        linear.weight.mul_(2)
-    assert outline.changed().what == WEIGHTS
-
-
 # Proofs on packed weights of other numbers
 
 
@@ -329,32 +293,6 @@ def test_the_same_facts_for_other_numbers(folder, name, tmp_path):
         for weights in (saved(tmp_path, other), folder)
     )
     assert found == expected
-
-
-def form(weight):
-    """All of a packed weight but its numbers, and where it lies."""
-    plain = {n: (p.shape, p.stride(), p.dtype) for n, p in parts(weight).items()}
-    return type(weight), packing_format(weight), weight.requires_grad, plain
-
-
-@of_each_kind
-def test_random_packed_weights_have_the_format_of_the_own(folder, name):
-    model = settled(load(folder, quantization_config=PROVEN[name]()))
-    own = {n: w for n, w in model.named_parameters() if is_packed(w)}
-    digest = digest_weights(model)
-    rows = torch.randn(3, 64, dtype=model.dtype)
-    linear = model.get_submodule(NAME)
-
-    with torch.no_grad():
-        before = linear(rows)
-        with ScratchModel(model).in_place():
-            found = {name: model.get_parameter(name) for name in own}
-            assert all(form(found[n]) == form(w) and found[n] is not w for n, w in own.items())
-            among = linear(rows)
-        assert among.isfinite().all() and not torch.equal(among, before)
-        assert torch.equal(linear(rows), before)
-    assert all(w is own[n] for n, w in model.named_parameters() if n in own)
-    assert digest_weights(model) == digest
 
 
 def test_packed_weights_of_an_unknown_format_are_refused(folder, monkeypatch):

@@ -6,6 +6,7 @@ some matrix libraries do; fp64 partial sums, so that nothing else decides the bi
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from tests.support.budget import first
 from tests.support.cases import drain
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import linear_modes
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.linears import RowTiles
 
-CONFIG = EngineConfig(reference_rows=16, max_rows=64)
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -32,9 +33,7 @@ def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
     whole = [part[0].clone()[None] for part in x.split(32, dim=1)]
     with torch.no_grad():
         expected = torch.cat([linear(part) for part in whole], dim=1)
-        tiles = RowTiles()
-        tiles.bind([linear], 32)
-        tiles.on = True
+        RowTiles(SimpleNamespace(canonical=True)).bind([linear], 32)
         assert torch.equal(linear(x), expected)
 
 
@@ -63,19 +62,9 @@ def run(engine, requests):
     return [bits(output) for output in outputs]
 
 
-def test_buckets_are_canonical_in_tiles(breaks_above, monkeypatch):
-    report = doctor(tiny(dtype=torch.bfloat16), CONFIG)
-    assert report
-    assert report.facts.sizes[-1] == 64
-    for fact in report.facts.buckets:
-        assert fact.canonical == (fact.rows <= 16 or fact.rows % 16 == 0)
-        assert (fact.rows > 16 and fact.canonical) == bool(fact.own_way)
-    assert "own way" in str(report)
-
-
 def test_tiles_leave_the_fingerprint(breaks_above):
     """Whether larger buckets are proven, in tiles, changes no bit. Control: another forward."""
-    with Engine(tiny(dtype=torch.bfloat16), config=CONFIG) as engine:
+    with Engine(tiny(dtype=torch.bfloat16), config=replace(CONFIG, linear="never")) as engine:
         engine.warm_up()
         assert engine.served.tiles.bound
         in_tiles = engine.fingerprint
@@ -87,31 +76,30 @@ def test_tiles_leave_the_fingerprint(breaks_above):
         assert engine.fingerprint != in_tiles
 
 
-@pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded", "always"], 2))
+@pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded"], 2))
 def test_bits_are_those_of_the_reference_bucket(breaks_above, verify):
     """``verify="always"`` commits from the reference bucket alone: the oracle of the others."""
-    requests = [*needles(), *crowd(random.Random(0), 20)]
+    requests = [*needles()[::2], *crowd(random.Random(0), 8)]
     model = tiny(dtype=torch.bfloat16)
     # 24 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
     reference = 8 if verify == "direct" else 16
-    config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
+    config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
         del breaks_above[:]
         assert run(engine, requests)[: len(alone)] == alone
         canonical = [record for record in engine.records if record.way in ("direct", "padded")]
-        if verify != "always":
-            assert any(record.bucket > 16 for record in canonical)
+        assert any(record.bucket > 16 for record in canonical)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
     """The same passes with linears run whole: other bits, so the comparison above can fail."""
-    requests = [*needles(), *crowd(random.Random(0), 20)]
-    config = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40, verify="padded")
+    requests = [*needles()[::2], *crowd(random.Random(0), 8)]
+    config = EngineConfig(reference_rows=16, max_rows=32, max_sequences=24, verify="padded")
     with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
         engine.release()
         engine.served.tiles.unbind()
         monkeypatch.setattr(engine.contract, "refresh", lambda digest: [])
@@ -122,9 +110,9 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
     """A deterministic request waits behind older plain prompts, which fill canonical passes by
     themselves: their pages count as canonical, so these passes run in tiles as well."""
     model = tiny(dtype=torch.bfloat16)
-    shared = [n % 97 + 1 for n in range(400)]
+    shared = [n % 97 + 1 for n in range(300)]
     mine = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
-    config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
+    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
     with Engine(model, config=config) as engine:
         alone = bits(engine.generate([[*shared, 5]], mine)[0])
         engine.release()

@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.support.memory import watched
 from tests.support.tiny import config_of, tiny
-from tests.support.zoo import tiny as of_zoo
 from tinyspec.model.linears import linear_kinds
 from tinyspec.model.scratch_weights import ALIGNMENT, ScratchModel, scratch_weights, weights_of
 
@@ -72,18 +71,12 @@ def test_forms_are_those_of_the_own_weights(mode):
 
 def test_kinds_tell_forms_apart():
     """Of one class and one size: each is probed by itself."""
-    kinds = linear_kinds(odd_weights())
-    assert len(kinds) == 9
+    assert len(linear_kinds(odd_weights())) == 9
     twice = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)])
-    assert len(linear_kinds(twice)) == 1
-    twice[1].weight = nn.Parameter(at(4, 96, 64))
-    assert len(linear_kinds(twice)) == 2
-    twice[1].weight = nn.Parameter(at(0, 96, 64))
     assert len(linear_kinds(twice)) == 1
     twice[1].weight.requires_grad_(False)
     assert len(linear_kinds(twice)) == 2, "torch multiplies otherwise"
     twice[0].weight.requires_grad_(False)
-    assert len(linear_kinds(twice)) == 1
     twice[1].bias = nn.Parameter(torch.zeros(192)[::2])
     assert len(linear_kinds(twice)) == 2
 
@@ -96,25 +89,6 @@ def test_tied_weights_stay_tied():
     with scratch_weights(model):
         assert model.lm_head.weight is model.transformer.wte.weight is not own
     assert model.lm_head.weight is model.transformer.wte.weight is own
-
-
-def test_a_position_embedding_inside_of_a_stand_in():
-    """The only weight that a stand-in keeps out of sight."""
-    from tinyspec import Engine
-
-    model = of_zoo("opt")
-    rows = torch.arange(4)[None]
-    with Engine(model) as engine, torch.no_grad():
-        embed = model.model.decoder.embed_positions
-        engine.served.context.positions = rows
-
-        def run():
-            return embed(torch.ones(1, 4))
-
-        own = run()
-        with scratch_weights(model):
-            assert not torch.equal(run(), own)
-        assert torch.equal(run(), own)
 
 
 def test_memory_is_that_of_the_largest_weight():

@@ -68,6 +68,7 @@ def work(rank: int, port: int, folder: str, alone: list, fingerprint: str) -> No
     dist.destroy_process_group()
 
 
+@pytest.mark.slow("environments", 22)
 def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from threading import Event, Thread
 
@@ -23,7 +24,7 @@ from tinyspec.runner import processors
 PARAMS = SamplingParams(
     max_new_tokens=4, deterministic=True, logprobs=True, temperature=0.7, seed=1
 )
-CONFIG = EngineConfig(reference_rows=8)
+CONFIG = EngineConfig(reference_rows=8, max_rows=32)
 # The last one is longer than a tile of attention.
 PROMPTS = [text(length) for length in (1, 17, 150)]
 C = torch._C
@@ -180,7 +181,8 @@ NEW_ENGINES = ("default device", "default dtype", "mkldnn")
 def test_settings_around_an_engine(name):
     _, alone, fingerprint = served()
     model = tiny()
-    with SETTINGS[name](), Engine(model, config=CONFIG) as engine:
+    small = replace(CONFIG, max_rows=8)
+    with SETTINGS[name](), Engine(model, config=small) as engine:
         engine.contract.probe(fresh=True)
         assert bits_of(engine.generate(PROMPTS, PARAMS)) == alone
         assert engine.fingerprint == fingerprint

@@ -113,14 +113,13 @@ def refusals(model):
 
 
 def test_what_graphs_cannot_hold():
-    assert refusals(tiny()) == {}
+    """Neither a dense model nor its own kernels of experts and transformers' grouped product; but
+    transformers' other way, which looks at whom the router chose."""
     model = of_zoo("qwen3_moe")
-    found = refusals(model)
-    assert {*found} == {"canonical"}  # transformers' own way has fixed shapes
-    assert "aten.bincount" in found["canonical"] and "Qwen3MoeExperts" in found["canonical"]
+    assert refusals(tiny()) == refusals(model) == {}
     model.set_experts_implementation("eager")
     found = refusals(model)
-    assert {*found} == {"canonical", "other"} and "Qwen3MoeExperts" in found["other"]
+    assert {*found} == {"other"} and "Qwen3MoeExperts" in found["other"]
 
 
 @pytest.mark.slow("crosses", 4)
@@ -128,7 +127,7 @@ def test_doctor_names_it(monkeypatch):
     """The twins read what they have computed, so nothing of theirs is captured."""
     as_on_a_gpu(monkeypatch)
     report = doctor(tiny(), config=CONFIG)
-    assert "reads what the device has computed in PagedAttention" in report.eager["canonical"]
+    assert "reads what the device has computed in LlamaAttention" in report.eager["canonical"]
     assert f"canonical passes run without graphs: {report.eager['canonical']}" in str(report)
     assert doctor(tiny(), config=replace(CONFIG, backend="torch")).eager == {}
 

@@ -47,19 +47,7 @@ def learnt(canonical, seconds, own_way=()):
     return buckets
 
 
-def test_padding_costs_the_next_canonical_bucket():
-    """A pass of 1 row for 1, of 8 for 1.4: drafting w costs (w + what a verify costs) / (w + 1)."""
-    cost = {1: 1.0, 8: 1.4}
-    buckets = learnt([8], lambda rows: cost.get(rows, 9.0))
-    assert buckets.window(1, 1, 7, 0.999) == 7, "(7 * 1 + 1.4) / 8 = 1.05 < 1.4"
-    assert buckets.window(1, 1, 0, 0.999) == 0, "no draft at all: the verify is the padded pass"
-    assert buckets.window(1, 1, 1, 0.999, free=False) == 1, "(1 + 1.4) / 2 = 1.2 < 1.4"
-    assert buckets.window(1, 1, 16, 0.999) == 7, "17 rows take three passes: 20.2 / 17 = 1.19"
-    assert buckets.window(1, 1, 16, 0.2) == 0, "where drafts are not accepted"
-    assert buckets.window(1, 1, 16, 0.75) == 1, "some of them: (1 + 1.4) / 1.75 = 1.37"
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_choice_against_a_count_of_passes(seed):
     """Seconds a token of every way, by running it a thousand times over with drafts that are
     accepted by chance."""
@@ -107,28 +95,6 @@ def test_what_a_further_bucket_would_have_saved():
     buckets.cheapest(1, 40)  # prompts of 40 tokens
     gains = buckets.gains([2, 4, 32, 64], 16, 0.9)
     assert {*gains} == {32, 64}
-
-
-@pytest.mark.parametrize("max_rows, reference, most", [(2048, 32, 512), (100, 37, 37), (4, 4, 4)])
-def test_the_bucket_that_fits(max_rows, reference, most):
-    """Ordinary passes have more buckets than canonical ones."""
-    buckets = Buckets(max_rows, reference, row_counts(most))
-    assert buckets.sizes[-1] == most and buckets.largest == max_rows
-    assert not any(buckets.is_canonical(b) for b in buckets.sizes), "nothing is known yet"
-    buckets.learn([reference, most], {})
-    for rows in range(1, max_rows + 1):
-        found = buckets.fit(rows)
-        assert found >= rows and found < 1.5 * rows + 4
-        assert buckets.is_canonical(found) == (found in (reference, most))
-        if rows <= most:
-            assert buckets.fit_canonical(rows) == (reference if rows <= reference else most)
-    for fit, rows in (
-        (buckets.fit, 0),
-        (buckets.fit, max_rows + 1),
-        (buckets.fit_canonical, most + 1),
-    ):
-        with pytest.raises(AssertionError):
-            fit(rows)
 
 
 def test_rows_that_are_left_over_cost_another_pass():

@@ -8,7 +8,7 @@ import pytest
 from tests.support.pages import check_index, unowned
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.scheduler.page_pool import LONGEST_RUN, PagePool
+from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.sequence_table import SequenceTable
@@ -207,54 +207,6 @@ def test_random_traces(block):
     # Control: the traces met everything that could have gone wrong.
     for event in seen[0]:
         assert sum(one[event] for one in seen) >= 5, event
-
-
-def test_nothing_matches_across_a_clear():
-    pool = PagePool(4, 2)
-    cache = PrefixCache(pool)
-    sequence = Request("r", [1, 2, 3, 4], SamplingParams(), 0).sequences[0]
-    sequence.enter(SequenceTable(64), 0)
-    pool.grow(sequence.pages, 4)
-    sequence.computed = 4
-    cache.insert(sequence)
-    assert cache.match(sequence) == (sequence.pages, 0)
-    cache.clear()
-    assert cache.match(sequence) == ([], 0)
-    # Computed before, finished after: what a running sequence still adds is under the new version.
-    assert len(cache) == 0
-
-
-def test_pages_lie_in_runs():
-    """As long as a sequence may become, the lowest first; what is given back serves again."""
-    pool = PagePool(12, 1)
-    tables: list[list[int]] = [[] for _ in range(3)]
-    for tokens in (1, 2, 4):
-        for table in tables:
-            pool.grow(table, tokens, most=4)
-    assert tables == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    pool.free(tables[2])
-    pool.truncate(tables[0], 1)
-    again: list[int] = []
-    pool.grow(again, 1, most=4)
-    pool.grow(tables[0], 2)
-    pool.grow(tables[0], 4, most=4)
-    pool.grow(again, 4)
-    assert (tables[0], again) == ([0, 1, 2, 3], [8, 9, 10, 11])
-
-
-def test_runs_lie_behind_many_gaps():
-    """Where single pages are free among those that are held, a search would look at them all."""
-    gaps = 2 * LONGEST_RUN
-    pool = PagePool(2 * gaps + 5, 1)
-    kept: list[int] = []
-    pool.grow(kept, 2 * gaps)
-    for page in kept[::2]:
-        pool.free([page])
-    tables: list[list[int]] = [[] for _ in range(4)]
-    for table in tables:
-        pool.grow(table, 2, most=2)
-    end = 2 * gaps
-    assert tables == [[end, end + 1], [end + 2, end + 3], [0, 2], [4, 6]]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -144,15 +144,14 @@ def test_slow_readers_hold_up_nobody(served):
     served.settled()
 
 
-def test_the_end_lets_requests_finish():
+def test_the_end_lets_requests_finish(bundled):
     """What runs is answered; afterwards nobody is let in."""
-    with storyteller(num_pages=64) as engine:
-        with ThreadPoolExecutor(1) as pool, running(engine) as server:
-            asked = pool.submit(server.post, COMPLETIONS, **LONG | {"max_tokens": 100})
-            wait_until(lambda: engine.tracker.requests)
-        assert asked.result().status_code == 200
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.url}/health")
+    with ThreadPoolExecutor(1) as pool, running(bundled) as server:
+        asked = pool.submit(server.post, COMPLETIONS, **LONG | {"max_tokens": 100})
+        wait_until(lambda: bundled.tracker.requests)
+    assert asked.result().status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
 
 
 def test_what_no_server_is_made_of(bundled):
@@ -170,8 +169,8 @@ def test_what_no_server_is_made_of(bundled):
         asyncio.run(engine.close())
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c(times, tmp_path):
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow("server", 15)), 2])
+def test_ctrl_c(times):
     """Once: what runs is answered. Twice: the process ends at once."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -20,7 +20,8 @@ from tests.support.tiny import VOCAB, tiny
 from tinyspec import EngineConfig
 
 PAD = 0
-SMALL = EngineConfig(reference_rows=16, page_size=8)
+# Of few sizes, so that proofs are short.
+SMALL = EngineConfig(reference_rows=16, max_rows=32, page_size=8)
 
 
 class AfterEven(LogitsProcessor):

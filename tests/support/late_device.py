@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 
 from tinyspec import Engine, EngineConfig
-from tinyspec.engine.launcher import Launcher
+from tinyspec.engine.core import EngineCore
 from tinyspec.runner.device_queue import Pending
 
 
@@ -65,11 +66,12 @@ class LateQueue:
         return pending
 
 
-QUEUES: WeakKeyDictionary[Launcher, LateQueue] = WeakKeyDictionary()
+QUEUES: WeakKeyDictionary[EngineCore, LateQueue] = WeakKeyDictionary()
 
 
-def _launch(launcher: Launcher, launched: Any, work: Callable[[], Any]) -> Any:
-    launched.pending = QUEUES.setdefault(launcher, LateQueue()).launch(work)
+def _launch(core: EngineCore, launched: Any) -> Any:
+    work = partial(core.compute, launched)
+    launched.pending = QUEUES.setdefault(core, LateQueue()).launch(work)
     return launched
 
 
@@ -82,8 +84,8 @@ def force(patches: pytest.MonkeyPatch) -> None:
         return found if config.overlap is not None else replace(found, overlap=True)
 
     patches.setattr(EngineConfig, "resolve", forced)
-    patches.setattr(Launcher, "launch", _launch)
+    patches.setattr(EngineCore, "launch", _launch)
 
 
 def queue_of(engine: Engine) -> LateQueue:
-    return QUEUES.setdefault(engine.core.launcher, LateQueue())
+    return QUEUES.setdefault(engine.core, LateQueue())

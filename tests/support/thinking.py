@@ -100,7 +100,8 @@ def exact(tokens: int = 8, **changes: object) -> SamplingParams:
 
 def engine_of(model: ThinkingModel, **settings: object) -> Engine:
     """An engine with small passes and pages, so that their sizes vary."""
-    return Engine(model, config=EngineConfig(**{"reference_rows": 16, "page_size": 16, **settings}))
+    small = {"reference_rows": 16, "max_rows": 64, "page_size": 16}
+    return Engine(model, config=EngineConfig(**{**small, **settings}))
 
 
 def said(output: RequestOutput) -> tuple[list[list[int]], list[int]]:

@@ -1,7 +1,6 @@
 """Training: the data, a small run beside its control, checkpoints, transformers' Trainer."""
 
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 
 from benchmarks.coin_reader import train
 from benchmarks.coin_reader.reading import read
-from benchmarks.coin_reader.tasks import SHARED, TASKS, Task, is_held_out
+from benchmarks.coin_reader.tasks import SHARED, TASKS, is_held_out
 from benchmarks.coin_reader.training import Run, Training
-from benchmarks.coin_reader.vocabulary import END, PAD
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 SMALL = Run(steps=6, tokens=200, hidden_size=32, layers=3, operations=3)
@@ -40,40 +38,6 @@ def test_gold_thoughts_stand_on_their_chunks():
     assert all(len(answer) == 3 and answer[2] == end for answer in answers)
 
 
-def test_weights_of_thoughts_in_the_loss():
-    """A sum over a prompt's chunks, or the mean of all tokens."""
-    batch = Training(SMALL).batch(0)
-    ways = [Training(replace(SMALL, loss=loss)) for loss in ("sum", "mean")]
-    with torch.no_grad():
-        found = ways[0].model(**batch)
-        losses = [way.loss(batch) for way in ways]
-    kept = batch["thoughts"] >= 0
-    logits, labels = found.thought_logits[kept], batch["thoughts"][kept]
-    told = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    for loss, count in zip(losses, (len(batch["thoughts"]), kept.sum()), strict=True):
-        torch.testing.assert_close(loss, found.answer_loss + told / count)
-
-
-@pytest.mark.parametrize("task", ["coin", "parity"])
-def test_thoughts_stand_where_their_step_begins_to_follow(task):
-    """The state of each step is in the chunk of the word that tells it: "flips", "not" and their
-    like, or the side at first. Examples of training and tests share no longer sequence."""
-    rng = Random(3)
-    tells = {"heads", "tails", "flips", "flipped", "not", "doesn't", "didn't"}
-    for number in range(60):
-        example = TASKS[task].example(rng, number % 8, filler=0.5 * (number % 2))
-        prompt = example.prompt[: -len(example.sentences[-1].words)]  # without the question
-        if task == "parity":
-            prompt = example.prompt[:-6]
-        where = [n // 4 for n, word in enumerate(prompt) if word in tells]
-        thoughts = example.thoughts(4)
-        said = [chunk for chunk, thought in enumerate(thoughts) for _ in thought[:-1]]
-        assert said == [chunk for chunk in where if chunk < len(thoughts)]
-        assert [word for thought in thoughts for word in thought[:-1]][-1:] in (
-            [], list(example.answer[:1])
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_held_out_sequences_are_never_trained_on(task):
     """Of three operations and more, in whatever words; control: shorter ones are in both."""
@@ -87,37 +51,6 @@ def test_held_out_sequences_are_never_trained_on(task):
     assert longer[True] and longer[False] and not longer[True] & longer[False]
     assert all(is_held_out(s) == key for key, seen in longer.items() for s in seen)
     assert made[True] & made[False]
-
-
-@pytest.mark.parametrize("task", ["parity", "variables"])
-@pytest.mark.parametrize("mode", ["chain", "retold"])
-def test_answers_behind_a_chain_are_found(task, mode, monkeypatch):
-    """Of a backbone that writes every chain as it should; control: one whose answers are the
-    prompts' first words."""
-    training = Training(replace(SMALL, task=task, mode=mode))
-    pad, end = training.ids([PAD, END])
-    made = {}
-    whole = Task.example
-
-    def example(*args, **kwargs):
-        found = whole(*args, **kwargs)
-        made[tuple(training.ids(found.prompt))] = found
-        return found
-
-    def generate(ids, right=True, **_):
-        rows = []
-        for row in ids.tolist():
-            found = made[tuple(token for token in row if token != pad)]
-            words = training.answer(found)
-            wrong = [*words[: -len(found.answer)], *found.prompt[: len(found.answer) - 1], END]
-            rows.append(row + training.ids(words if right else wrong))
-        longest = max(map(len, rows))
-        return torch.tensor([row + [end] * (longest - len(row)) for row in rows])
-
-    monkeypatch.setattr(Task, "example", example)
-    for right in (True, False):
-        monkeypatch.setattr(training.model.backbone, "generate", partial(generate, right=right))
-        assert training.accuracy((3,), 20)[0] == right
 
 
 def test_same_seed_same_weights_and_going_on(tmp_path):

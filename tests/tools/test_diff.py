@@ -68,16 +68,14 @@ def test_the_same_in_any_order():
         (
             {"token_ids": [5, 6, 8], "logprobs": [fp32(0xBF800000), -1.0, -1.0]},
             1,
-            "-> -1.0 (bit 0 of 32), token 7 -> 8 at 2",
+            "-> -1.0, token 7 -> 8 at 2",
         ),
         ({"token_ids": [5, 6.0, 7]}, 1, "token 6 -> 6.0"),
         (
             {"logprobs": [fp32(0xBF800000), fp32(0xBF800005), fp32(0xBF800002)]},
             1,
-            "log-probability -1.0000001192092896 -> -1.0000005960464478 (bit 2 of 32)",
+            "log-probability -1.0000001192092896 -> -1.0000005960464478",
         ),
-        ({"logprobs": [fp32(0x3F800000), -1.0, -1.0]}, 0, "-1.0 -> 1.0 (bit 31 of 32)"),
-        ({"logprobs": [-1.0, -1e300, -1.0]}, 1, "-> -1e+300"),
         ({"logprobs": None}, 0, "logprobs ["),
         (
             {"top_logprobs": [[(5, -1.0)], [(6, -2.0)], [(7, -1.0)]]},

@@ -154,9 +154,6 @@ def load_libraries() -> None:
     """Import what every engine needs. Ctrl-C takes effect behind that: where it raised an exception
     in the middle, code in C++ would end the process with a message of its own."""
     with between_steps():
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-
         import tinyspec.engine.engine  # noqa: F401
 
 

@@ -50,7 +50,7 @@ def add_diff(parser: ArgumentParser) -> None:
 
 
 def diff(options: Namespace) -> int:
-    """The first token and bit in which two files of outputs differ, and why.
+    """The first token in which two files of outputs differ, and why.
 
     Requests are matched by prompt and parameters, whatever their order. Where
     fingerprints differ the parts that do are named. Exit status 0 if every

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tinyspec.determinism.results import ComparedRows
-from tinyspec.determinism.rows import more_rows, unequal_bits
+from tinyspec.determinism.rows import unequal_bits
 from tinyspec.interrupts import flush
-from tinyspec.kernels.backend import AttentionMetadata, Kernels
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.attention import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
 from tinyspec.kernels.twins.layers import stored
@@ -88,27 +88,6 @@ def nearer(reach: Reach) -> Reach:
     return Reach(**{name: n if n < LENGTH else near(n) for name, n in vars(reach).items()})
 
 
-def compare_attention(
-    runner: ModelRunner,
-    kinds: Collection[AttentionKind],
-    known: Collection[ComparedRows] = (),
-    rows: int | None = None,
-    seconds: float | None = None,
-) -> list[ComparedRows]:
-    """``known`` with further rows of ``kinds``, by the kernels that the runner's passes call.
-
-    rows: to have compared of each kind; None: one round more than are known.
-    """
-    like = torch.empty(0, dtype=runner.dtype, device=runner.device)
-    probe = AttentionProbe(runner.kernels, like, runner.kv_dtype)
-    found = {kind.name: kind for kind in known}
-    for kind in kinds:
-        before = found.get(kind.name, ComparedRows(kind.name))
-        wanted = before.checked + 1 if rows is None else rows
-        found[kind.name] = probe.compare(kind, before, wanted, seconds)
-    return list(found.values())
-
-
 def _passes() -> list[Spans]:
     """Spans of rows first..last of every pass: of one row and of several, all together and some by
     themselves."""
@@ -131,52 +110,57 @@ PASSES = _passes()
 ROWS_OF_ROUND = sum(end - first for spans in PASSES for first, end in spans)
 
 
-class AttentionProbe(NamedTuple):
-    """Runs attention as passes do. like: of the dtype and on the device of queries. kv_dtype: of
-    the cache."""
+def compare_attention(
+    runner: ModelRunner,
+    kinds: Collection[AttentionKind],
+    known: Collection[ComparedRows] = (),
+    rows: int | None = None,
+    seconds: float | None = None,
+) -> list[ComparedRows]:
+    """``known`` with further rounds of ``kinds``, by the kernels that the runner's passes call.
 
-    kernels: Kernels
-    like: Tensor
-    kv_dtype: torch.dtype
-
-    def compare(
-        self, kind: AttentionKind, known: ComparedRows, rows: int = 1, seconds: float | None = None
-    ) -> ComparedRows:
-        """Rounds until ``rows`` are compared or ``seconds`` are over (None: no limit), but one
-        where nothing is known."""
-        begun = time.perf_counter()
-        while known.checked < rows:
-            for wrong in self._round(kind, known.checked // ROWS_OF_ROUND):
-                known = more_rows(known, wrong)
+    rows: to have compared of each kind, or seconds to be over, but one round where nothing is
+    known; None: one round more than are known, no limit.
+    """
+    found = {kind.name: kind for kind in known}
+    for kind in kinds:
+        compared, begun = found.get(kind.name, ComparedRows(kind.name)), time.perf_counter()
+        wanted = compared.checked + 1 if rows is None else rows
+        while compared.checked < wanted:
+            seed = compared.checked // ROWS_OF_ROUND
+            for wrong in _round(runner, kind, seed):
+                compared = compared.plus(len(wrong), int(wrong.any(dim=1).sum()))
             if seconds is not None and time.perf_counter() - begun > seconds:
                 break
-        return known
+        found[kind.name] = compared
+    return list(found.values())
 
-    def _round(self, kind: AttentionKind, seed: int) -> list[Tensor]:
-        """Where the rows of ``PASSES`` differ from the same rows of the whole prompt, by pass."""
-        like, paged_attention = self.like, self.kernels.paged_attention
 
-        def metadata(spans: Spans) -> AttentionMetadata:
-            return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, like.device)
+def _round(runner: ModelRunner, kind: AttentionKind, seed: int) -> list[Tensor]:
+    """Where the rows of ``PASSES`` differ from the same rows of the whole prompt, by pass."""
+    attend, device = runner.kernels.paged_attention, runner.device
 
-        generator = torch.Generator().manual_seed(seed)
+    def metadata(spans: Spans) -> AttentionMetadata:
+        return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, device)
 
-        def draw(*size: int) -> Tensor:
-            drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
-            return drawn.to(like)
+    generator = torch.Generator().manual_seed(seed)
 
-        shape = kind.shape
-        size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
-        k, v = (stored(draw(*size), self.kv_dtype) for _ in range(2))
-        q = draw(LENGTH, shape.num_heads, shape.head_dim)
-        scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(kind.reach)}
-        if shape.sinks:
-            scores["sinks"] = draw(shape.num_heads)
-        whole = paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
-        wrong = []
-        for spans in PASSES:
-            flush()
-            index = torch.cat([torch.arange(*span, device=like.device) for span in spans])
-            out = paged_attention(q[index], k, v, metadata(spans), **scores)
-            wrong.append(unequal_bits(whole[index], out))
-        return wrong
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn.to(device, runner.dtype)
+
+    shape = kind.shape
+    size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
+    k, v = (stored(draw(*size), runner.kv_dtype) for _ in range(2))
+    q = draw(LENGTH, shape.num_heads, shape.head_dim)
+    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(kind.reach)}
+    if shape.sinks:
+        scores["sinks"] = draw(shape.num_heads)
+    whole = attend(q, k, v, metadata([(0, LENGTH)]), **scores)
+    wrong = []
+    for spans in PASSES:
+        flush()
+        index = torch.cat([torch.arange(*span, device=device) for span in spans])
+        out = attend(q[index], k, v, metadata(spans), **scores)
+        wrong.append(unequal_bits(whole[index], out))
+    return wrong

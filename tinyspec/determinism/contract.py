@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -22,14 +24,12 @@ from tinyspec.determinism.environment import THREADS, ambient
 from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
-from tinyspec.determinism.model_probe import ModelProbe
 from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
-    Prober,
-    check_pass,
     prove_buckets,
     prove_reference,
     refuse_written,
+    see_to_hold,
 )
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.errors import DeterminismError
@@ -59,11 +59,9 @@ class Ladder:
 
     def __init__(self, buckets: Buckets, config: EngineConfig):
         self._buckets, self._most = buckets, config.draft_window or MOST_DRAFTS
-        self.saved: dict[int, float] = {}
+        self.saved: dict[int, float] = defaultdict(float)
         self.failed: set[int] = set()
-        self._served = 0.0
-        self._passes = 0
-        self._told = False
+        self._served, self._passes, self._told = 0.0, 0, False
 
     def next(self, results: ProbeResults, seconds: float, accepted: float) -> int | None:
         """After a pass of so many seconds: the bucket to prove now, if there is one."""
@@ -74,24 +72,17 @@ class Ladder:
         if not open_sizes or self._passes % EVERY:
             return None
         gains = self._buckets.gains(open_sizes, self._most, accepted)
-        for rows, gain in gains.items():
-            self.saved[rows] = self.saved.get(rows, 0.0) + EVERY * gain
         for rows in sorted(gains, key=gains.__getitem__, reverse=True):
-            proof = proof_seconds(results, rows)
-            if self.saved[rows] < proof:
+            self.saved[rows] += EVERY * gains[rows]
+            saved, proof = self.saved[rows], proof_seconds(results, rows)
+            if saved < proof:
                 continue
             if proof < SHORT or self._served > PATIENCE * proof:
                 return rows
             if not self._told:
                 self._told = True
-                logger.info(
-                    "passes of %d rows would have saved %.1f of %.1f s: engine.warm_up() proves "
-                    "them, in about %.0f s",
-                    rows,
-                    self.saved[rows],
-                    self._served,
-                    proof,
-                )
+                gained = f"passes of {rows} rows would have saved {saved:.1f} of {self._served:.1f}"
+                logger.info("%s s: engine.warm_up() proves them, in about %.0f s", gained, proof)
         return None
 
 
@@ -178,7 +169,7 @@ class Contract:
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            self._weights_digest = self._digests(self._served.counters())
+            self._weights_digest = self._digests()
             if before not in (None, self._weights_digest):
                 self.known_fingerprint = None
                 return WEIGHTS
@@ -218,18 +209,18 @@ class Contract:
     def current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
-            counters = self._served.counters()
             if self._weights_digest is None:
-                self._weights_digest = self._digests(counters)
-            given = (self._weights_digest, self._config, counters)
+                self._weights_digest = self._digests()
+            given = self._weights_digest, self._config, self._served.counters()
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
-    def _digests(self, counters: set[str]) -> dict[str, str]:
-        """Of weights, by the part of the fingerprint; counters: names of what passes changed."""
+    def _digests(self) -> dict[str, str]:
+        """Of weights, by the part of the fingerprint."""
+        counters = self._served.counters()
         found = {"weights": digest_weights(self._model, counters)}
         if self._extra is not None:
-            found[self._extra.name] = digest_extra(self._extra, counters)
+            found["thinking"] = digest_extra(self._extra, counters)
         return found
 
     def drop_fingerprint(self) -> None:
@@ -277,15 +268,8 @@ class Contract:
         found = None if fresh else disk.load(self._key)
         if found is None:
             logger.info("proving that deterministic=True is kept, once for this model and machine")
-            return self._proven(lambda: prove_reference(Prober(self._runner, self.modes)))
-        return self._proven(lambda: self._seen_to_hold(found))
-
-    def _seen_to_hold(self, found: ProbeResults) -> ProbeResults:
-        """Results of the disk. What one pass shows is looked at all the same, which compiles and
-        loads what a first pass needs."""
-        self.modes.serve(() if found.unsound else found.kernel_linears)
-        check_pass(self._runner, ModelProbe(self._runner))
-        return found
+            return self._proven(prove_reference)
+        return self._proven(see_to_hold, found)
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
@@ -315,17 +299,16 @@ class Contract:
         new = [rows for rows in sizes if rows not in results.sizes]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
-        given = results, new, attention_rows
-        found = self._proven(lambda: prove_buckets(Prober(self._runner, self.modes), *given))
+        found = self._proven(prove_buckets, results, new, attention_rows)
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return found
 
-    def _proven(self, proof: Callable[[], ProbeResults]) -> ProbeResults:
+    def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""
         before = self.results
         try:
             with self._runner.torch_state():
-                results = proof()
+                results = proof(self._runner, self.modes, *given)
         except BaseException:
             self._go_by(before)
             raise

@@ -14,7 +14,6 @@ import ctypes
 import hashlib
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.determinism.fingerprint_parts import DIGEST
 from tinyspec.kernels import backend
-from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model import openmp
 from tinyspec.model.attention import LayerShape
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import distinct_linears, linear_shape
 from tinyspec.model.served_model import served_of
+from tinyspec.model.shadow import shell
 from tinyspec.model.torch_state import TorchState
 
 _C: Any = torch._C
@@ -49,14 +48,12 @@ TOKENS = 160
 LONG = 1 << 19
 # Of weights; others are packed, and multiplied in the dtype of the model.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ELEMENTWISE: tuple[Callable[[Tensor], Tensor], ...] = (
+FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     *(torch.exp, torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.erf, torch.reciprocal),
     *(F.silu, F.gelu, F.softplus),
     lambda x: F.gelu(x, approximate="tanh"),
     lambda x: x.square().add(1).rsqrt(),
     lambda x: x.abs().add(1).log(),
-)
-REDUCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.sum(dim=-1),
     lambda x: x.square().mean(dim=-1),
     lambda x: x.softmax(dim=-1),
@@ -90,13 +87,11 @@ def ambient(device: torch.device) -> dict[str, int | str]:
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
     name, instructions, count = device_parts(device)
-    # Versions of MKL and oneDNN, compiler, flags.
-    build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
     gpu = {"multiprocessors": count, "cublas": cublas()}
     return {
         "device": name,
         "instruction set": instructions,
-        "build": f"{DIGEST}{build}",
+        "build": torch.__config__.show(),  # versions of MKL and oneDNN, compiler, flags
         **ambient(device),
         **(gpu if device.type == "cuda" else {}),
     }
@@ -114,37 +109,17 @@ def _cpu_name() -> str:
 
 @cache
 def cublas() -> dict[str, object]:
-    """What is fixed of cuBLAS when a process starts: versions of the libraries that are loaded,
-    which need not be those that torch was built with, and the variables that they look at once, but
-    for those whose effect torch tells (``ambient``)."""
-    told = hasattr(_C, "_cuda_getCublasWorkspaceSize")
-    left_out = backend.WORKSPACES if told else ()
-    settings = {n: value for n, value in backend.of_cublas().items() if n not in left_out}
-    return {"versions": cublas_versions(), "variables": settings}
+    """What is fixed of cuBLAS when a process starts: the libraries that are loaded, which need not
+    be those that torch was built with, and the variables that they look at once."""
+    return {"libraries": loaded_libraries(), "variables": backend.of_cublas()}
 
 
-def cublas_versions(
-    maps: Path = MAPS, loader: Callable[[str], Any] = ctypes.CDLL
-) -> list[list[str]]:
-    """(name, version) of every library; empty where none is loaded or the system does not tell."""
+def loaded_libraries(maps: Path = MAPS) -> list[tuple[str, int]]:
+    """(name, bytes) of every file of cuBLAS that is loaded, which tell versions apart. Empty
+    where none is or the system does not tell."""
     lines = maps.read_text().splitlines() if maps.exists() else []
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if LIBRARY in line}
-    paths = sorted(path for path in mapped if path.name.startswith(LIBRARY) and path.exists())
-    return sorted([path.name, _cublas_version(loader(str(path)))] for path in paths)
-
-
-def _cublas_version(library: Any) -> str:
-    """Of cuBLAS major, minor and patch number, of cuBLASLt by its own function; neither needs a
-    handle or a device. That of cuBLASLt is found in cuBLAS as well, which depends on it."""
-    if (ask := getattr(library, "cublasGetProperty", None)) is not None:
-        found = [ctypes.c_int(-1) for _ in range(3)]
-        for part, value in enumerate(found):
-            ask(part, ctypes.byref(value))
-        return ".".join(str(value.value) for value in found)
-    if (asked := getattr(library, "cublasLtGetVersion", None)) is not None:
-        asked.restype = ctypes.c_size_t
-        return str(asked())
-    return ""
+    return sorted((path.name, path.stat().st_size) for path in mapped if path.exists())
 
 
 @cache
@@ -158,31 +133,8 @@ def driver(loader: Callable[[str], Any] = ctypes.CDLL) -> str:
     return str(found.value)
 
 
-@dataclass(frozen=True)
-class Used:
-    """What a model computes with: (dtype, in, out, class) of its linears, its heads, its KV dtype.
-
-    The class is that of linears which a CPU runs by other operators than torch's default.
-    """
-
-    linears: tuple[tuple[torch.dtype, int, int, type[CpuLinear] | None], ...]
-    heads: tuple[LayerShape, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Used:
-        """Of a patched model."""
-        found, served = set(), served_of(model)
-        for module in distinct_linears(model).values():
-            inputs, outputs = linear_shape(module) or (0, 0)
-            weight = getattr(module, "weight", None)
-            dtype = weight.dtype if isinstance(weight, Tensor) else model.dtype
-            dtype = served.autocast.dtype or (dtype if dtype in DTYPES else model.dtype)
-            kind = type(module) if isinstance(module, CpuLinear) else None
-            found.add((dtype, inputs, min(outputs, MOST_OUTPUTS), kind))
-        linears = sorted(found, key=str)[:MOST_LINEARS]
-        heads = tuple(dict.fromkeys(served.layers))[:MOST_HEADS]
-        return cls(tuple(linears), heads, served.dtype)
+# (dtype, in, out, class of linears that a CPU runs by other operators than torch's default)
+Linears = tuple[tuple[torch.dtype, int, int, type[CpuLinear] | None], ...]
 
 
 def canary(model: PreTrainedModel, rows: int) -> str:
@@ -190,21 +142,36 @@ def canary(model: PreTrainedModel, rows: int) -> str:
 
     Computed once for equal models, and again when threads or what else is not pinned have changed.
     """
-    kernels = served_of(model).context.kernels
+    found, served = set(), served_of(model)
+    for module in distinct_linears(model).values():
+        inputs, outputs = linear_shape(module) or (0, 0)
+        weight = getattr(module, "weight", None)
+        dtype = weight.dtype if isinstance(weight, Tensor) else model.dtype
+        dtype = served.autocast.dtype or (dtype if dtype in DTYPES else model.dtype)
+        kind = type(module) if isinstance(module, CpuLinear) else None
+        found.add((dtype, inputs, min(outputs, MOST_OUTPUTS), kind))
+    linears = tuple(sorted(found, key=str)[:MOST_LINEARS])
+    heads = tuple(dict.fromkeys(served.layers))[:MOST_HEADS]
+    used = linears, heads, served.dtype, rows, model.device, served.context.kernels.backend
     with TorchState(model.device)():
-        state = tuple(ambient(model.device).items())
-        return _canary_bits(Used.of(model), rows, model.device, kernels.backend, state)
+        return _canary_bits(*used, tuple(ambient(model.device).items()))
 
 
 @cache
 def _canary_bits(
-    used: Used, rows: int, device: torch.device, backend_name: str, _: tuple[object, ...]
+    linears: Linears,
+    heads: tuple[LayerShape, ...],
+    dtype: torch.dtype,
+    rows: int,
+    device: torch.device,
+    backend_name: str,
+    _: tuple[object, ...],
 ) -> str:
     kernels = backend.load(backend_name)
     results = [
-        *_linears(used, rows, device, kernels.linear),
-        *_row_functions(used, rows, device),
-        *_attention(used, device, kernels),
+        *_linears(linears, rows, device, kernels.linear),
+        *_row_functions({inputs for _, inputs, *_ in linears}, rows, dtype, device),
+        *_attention(heads, dtype, device, kernels),
         *_long(device),
     ]
     sums = [(str(result.dtype), tuple(result.shape), checksum(result)) for result in results]
@@ -231,10 +198,10 @@ def _cancelling(rows: int, columns: int, dtype: torch.dtype, device: torch.devic
 
 
 def _linears(
-    used: Used, rows: int, device: torch.device, kernel: Callable[..., Tensor]
+    linears: Linears, rows: int, device: torch.device, kernel: Callable[..., Tensor]
 ) -> Iterator[Tensor]:
     """Products by the ways that linears take: both layouts of a weight, the kernel, a CPU's own."""
-    for dtype, inputs, outputs, kind in used.linears:
+    for dtype, inputs, outputs, kind in linears:
         x = _cancelling(rows, inputs, dtype, device)
         weight = _numbers(outputs, inputs, dtype, device) / 64
         half = inputs // 2
@@ -245,26 +212,30 @@ def _linears(
         if kind is not None:
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
-            yield kind(linear).product(x)
+            yield shell(linear, kind).product(x)
 
 
-def _row_functions(used: Used, rows: int, device: torch.device) -> Iterator[Tensor]:
-    for width in sorted({inputs for _, inputs, *_ in used.linears}):
-        for dtype in dict.fromkeys((used.dtype, torch.float32)):
-            x = _numbers(rows, width, dtype, device)
-            for function in (*ELEMENTWISE, *REDUCTIONS):
+def _row_functions(
+    widths: set[int], rows: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[Tensor]:
+    for width in sorted(widths):
+        for kind in dict.fromkeys((dtype, torch.float32)):
+            x = _numbers(rows, width, kind, device)
+            for function in FUNCTIONS:
                 yield function(x / 8)
 
 
-def _attention(used: Used, device: torch.device, kernels: backend.Kernels) -> Iterator[Tensor]:
+def _attention(
+    heads: tuple[LayerShape, ...], dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> Iterator[Tensor]:
     """A prompt, and its last row by itself."""
-    for shape in used.heads:
+    for shape in heads:
         size = 128
         pages = -(-TOKENS // size)
         wide = shape.num_kv_heads * shape.head_dim
-        cache = _numbers(pages * size, wide, used.dtype, device) / 16
+        cache = _numbers(pages * size, wide, dtype, device) / 16
         cache = cache.view(pages, size, shape.num_kv_heads, shape.head_dim)
-        q = _numbers(TOKENS, shape.num_heads * shape.head_dim, used.dtype, device) / 16
+        q = _numbers(TOKENS, shape.num_heads * shape.head_dim, dtype, device) / 16
         q = q.view(TOKENS, shape.num_heads, shape.head_dim)
         scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
         for first in (0, TOKENS - 1):

@@ -6,13 +6,11 @@ page size, pool size).
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Collection
-from functools import cache
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +18,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import tinyspec
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.environment import canary, driver, environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import function_settings, functions, tensors
+from tinyspec.determinism.results import code_digest
 from tinyspec.model.checksum import checksum
 from tinyspec.model.linears import KernelLinear, SharedLinear, linear_shape
 from tinyspec.model.moe import kernel_experts
@@ -32,44 +30,16 @@ from tinyspec.model.quantized import extra_parts, is_packed, packing_format, par
 from tinyspec.model.served_model import served_of
 from tinyspec.model.torch_state import without_modes
 
-# One more with every change that gives canonical passes other bits.
-REVISION = 6
-PACKAGE = Path(tinyspec.__file__).parent
 # The wings that decide what a pass computes; the twins are part of kernels.
 WINGS = ("kernels", "model", "runner")
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class ExtraModules(NamedTuple):
-    """Modules that run beside the model, with weights of their own. name: of their part of the
-    fingerprint. settings: what else their results depend on."""
+    """Modules that run beside the model, with weights of their own. settings: what else their
+    results depend on."""
 
-    name: str
     modules: nn.Module
     settings: str
-
-
-@cache
-def syntax_digest(root: Path = PACKAGE, places: tuple[str, ...] = WINGS) -> str:
-    """Digest of the syntax trees of ``places``, wings and files in the package at ``root``, by path
-    within it.
-
-    Comments, docstrings, formatting and the place of installation leave it as it is. The trees may
-    depend on the version of Python.
-    """
-    files = {
-        path.relative_to(root).as_posix(): path
-        for place in places
-        for path in ([root / place] if place.endswith(".py") else (root / place).rglob("*.py"))
-    }
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        tree = ast.parse(path.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                del node.body[0]
-        digest.update(f"{name}\n{ast.dump(tree)}\n".encode())
-    return digest.hexdigest()
 
 
 def asking_for_gradients(model: nn.Module) -> list[str]:
@@ -142,16 +112,11 @@ def _libraries(model: nn.Module) -> dict[str, str]:
     """Versions of the libraries whose modules and weights are in the model (peft, torchao)."""
     kinds = {type(module) for module in model.modules()} | {type(p) for p in model.parameters()}
     own = {"tinyspec", "torch", "transformers"}
-    names = {kind.__module__.split(".")[0] for kind in kinds} - own
-    return {name: found for name in names if (found := _version(name)) is not None}
-
-
-@cache
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    found = {}
+    for name in {kind.__module__.split(".")[0] for kind in kinds} - own:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _config(model: PreTrainedModel) -> dict[str, Any]:
@@ -202,8 +167,7 @@ def fingerprint(
         "modules": functions(model),
         "settings": function_settings(model, ignored),
         "attention": _attention(model),
-        "revision": REVISION,
-        "code": DIGEST + syntax_digest()[:32],
+        "code": DIGEST + code_digest(*WINGS)[:32],
         "canary": DIGEST + canary(model, config.reference_rows),
     }
     return Fingerprint(shortened(parts))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ DISTINCT_ROWS = 96
 KINDS = {True: "canonical", False: "other"}
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows ``first`` to ``end`` of the probe: of one sequence, on its own pages."""
 
     first: int
@@ -98,14 +97,9 @@ class ModelProbe:
         own = segments(distinct, self._page_size, longest, longest_split(runner))
         self._pages, self._copies = own[-1].pages[-1] + 1, max(1, -(-rows // distinct))
         self._segments = [
-            Segment(
-                segment.first + copy * distinct,
-                segment.end + copy * distinct,
-                segment.position,
-                [page + copy * self._pages for page in segment.pages],
-            )
-            for copy in range(self._copies)
-            for segment in own
+            Segment(first + rows, end + rows, position, [page + pages for page in own_pages])
+            for rows, pages in ((n * distinct, n * self._pages) for n in range(self._copies))
+            for first, end, position, own_pages in own
         ]
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(runner.vocab_size, (distinct,), generator=generator)
@@ -114,12 +108,12 @@ class ModelProbe:
         self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
         self._fill_pages()
 
-    def run_tokens(self, ids: Tensor) -> None:
+    def run_tokens(self, ids: Tensor, canonical: bool = True) -> None:
         """A pass of as many of the first distinct rows, with these tokens."""
         assert len(ids) <= self.distinct
         batch = self._batch(0, len(ids))
         batch.input_ids.copy_(ids)
-        self._run(batch)
+        self._run(batch, canonical)
 
     def compute_reference(self, recording: AbstractContextManager[object]) -> None:
         """Compute the rows in passes of the reference bucket, after contexts of random KV.
@@ -153,45 +147,39 @@ class ModelProbe:
     def difference(self, rows: int, numbers: Collection[int]) -> str | None:
         """What in canonical passes of ``rows`` rows with these ``numbers`` differs from the
         reference bucket."""
-        return next(filter(None, (self._difference(rows, number) for number in numbers)), None)
-
-    def _difference(self, rows: int, number: int) -> str | None:
-        """Each pass begins with other sequences, so that neighbours differ, and every second one
-        has padding."""
-        segment = self._segments[number * 4 % len(self._segments)]
-        first, padding = segment.first, rows // 4 * (number % 2)
-        batch, end = self._batch(first, rows, padding), first + rows - padding
-        place = torch.arange(first, end, device=self._runner.device) % self.distinct
-        slots = batch.slot_mapping[: len(place)]
-        for pool in self._pools:  # so that this pass must write what is compared
-            pool.index_fill_(0, slots, 0)
-        logits, seconds = self._run(batch)
-        self.took[rows] = min(seconds, self.took.get(rows, seconds))
-        wrong = self._compare(logits, self._logit_rows(rows), place, slots)
-        for pool, written in zip(self._pools, self.written, strict=True):
-            pool.index_copy_(0, slots, written[place])
-        return wrong
-
-    def _compare(self, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor) -> str | None:
-        """What of a pass over the rows ``place`` of the tables, written to ``slots``, differs."""
-
-        def differs(found: Tensor, table: Tensor, rows: Tensor) -> bool:
-            expected = table[rows]
-            if same_bits(found, expected):
-                return False
-            unlike = unequal_bits(found, expected).any(dim=1)
-            return bool((unlike & self.sound[rows]).any())
-
-        live = kept < len(place)
-        rows = place[kept[live]]
-        names = ("logits", "log-probabilities")
-        for name, found, table in zip(names, self._reduce(logits), self.tables, strict=True):
-            if differs(found[live], table, rows):
-                return name
-        for pool, written in zip(self._pools, self.written, strict=True):
-            if differs(pool.index_select(0, slots), written, place):
-                return "keys and values"
+        for number in numbers:
+            # Each pass begins with other sequences, so that neighbours differ, and every second
+            # one has padding.
+            first = self._segments[number * 4 % len(self._segments)].first
+            live = rows - rows // 4 * (number % 2)
+            batch = self._batch(first, rows, live)
+            place = torch.arange(first, first + live, device=self._runner.device) % self.distinct
+            slots = batch.slot_mapping[:live]
+            for pool in self._pools:  # so that this pass must write what is compared
+                pool.index_fill_(0, slots, 0)
+            logits, seconds = self._run(batch)
+            self.took[rows] = min(seconds, self.took.get(rows, seconds))
+            kept = self._logit_rows(rows)
+            kept = kept[kept < live]
+            tables = [part[: len(kept)] for part in self._reduce(logits)]
+            wrong = {"logits": self._differ(tables, self.tables, place[kept])}
+            written = [pool.index_select(0, slots) for pool in self._pools]
+            wrong["keys and values"] = self._differ(written, self.written, place)
+            for pool, own in zip(self._pools, self.written, strict=True):
+                pool.index_copy_(0, slots, own[place])
+            if any(wrong.values()):
+                return " and ".join(name for name, differs in wrong.items() if differs)
         return None
+
+    def _differ(self, found: list[Tensor], tables: list[Tensor], rows: Tensor) -> bool:
+        """Whether ``found`` are other than these rows of the tables, where these are sound."""
+        for own, table in zip(found, tables, strict=True):
+            expected = table[rows]
+            if not same_bits(own, expected):
+                unlike = unequal_bits(own, expected).any(dim=1)
+                if (unlike & self.sound[rows]).any():
+                    return True
+        return False
 
     def _fill_pages(self) -> None:
         """Finite noise, different on every page of the distinct rows."""
@@ -216,11 +204,11 @@ class ModelProbe:
         count = min(rows, self._runner.buckets.reference)
         return torch.arange(count, device=self._runner.device) * rows // count
 
-    def _batch(self, first: int, rows: int, padding: int = 0) -> Batch:
-        """``rows`` rows from ``first`` on, cyclically, the last of them padding; the first and the
-        last of their segments may be cut."""
+    def _batch(self, first: int, rows: int, live: int | None = None) -> Batch:
+        """``rows`` rows from ``first`` on, cyclically, those behind ``live`` padding; the first and
+        the last of their segments may be cut."""
         parts: list[Part] = []
-        left = rows - padding
+        left = rows if live is None else live
         number = next(n for n, segment in enumerate(self._segments) if first < segment.end)
         while left > 0:
             segment = self._segments[number % len(self._segments)]
@@ -236,18 +224,15 @@ class ModelProbe:
         """Logits of those rows of a pass that are unembedded, and seconds."""
         kept = self._logit_rows(len(batch.input_ids))
         flush()
-        begun = self._clocks()
+        begun = self._clock()
         with self._runner.on_pages(self._cache):
             logits = self._runner.forward(batch, kept, canonical)
-        # Whichever is less: a pass is not charged with waiting for another process.
-        return logits, min(end - start for start, end in zip(begun, self._clocks(), strict=True))
+        return logits, self._clock() - begun
 
-    def _clocks(self) -> tuple[float, float]:
-        """Time of day and, on a CPU, time that this process has had."""
+    def _clock(self) -> float:
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
-            return time.perf_counter(), time.perf_counter()
-        return time.perf_counter(), time.process_time()
+        return time.perf_counter()
 
     def _reduce(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """What is compared of logits [R, V]: a checksum of each row's bits [R, 1], to save memory,
@@ -257,10 +242,6 @@ class ModelProbe:
         )
         chosen = self._runner.kernels.log_softmax(logits).index_select(1, columns)
         return row_checksums(logits.float())[:, None], chosen
-
-    def run_once(self, canonical: bool) -> None:
-        """A pass of the reference bucket, of this kind."""
-        self._run(self._batch(0, self._runner.buckets.reference), canonical)
 
 
 def graph_refusals(runner: ModelRunner) -> dict[str, str]:
@@ -273,6 +254,6 @@ def graph_refusals(runner: ModelRunner) -> dict[str, str]:
     with runner.torch_state():
         probe = ModelProbe(runner)
         for canonical in KINDS:
-            probe.run_once(canonical)
+            probe.run_tokens(torch.zeros(runner.buckets.reference, dtype=torch.int64), canonical)
     found = {kind: runner.graphs.refusal(canonical) for canonical, kind in KINDS.items()}
     return {kind: why for kind, why in found.items() if why is not None}

@@ -39,14 +39,17 @@ def top_package(kind: Any) -> str:
     return (getattr(kind, "__module__", None) or "").split(".")[0]
 
 
+def package_of(module: nn.Module) -> str:
+    """The package of a module's class, or of the class of a user's that it stands in for."""
+    package, stands_in_for = (top_package(k) for k in (type(module), type(module).__bases__[-1]))
+    return stands_in_for if package == "tinyspec" and stands_in_for not in OWN else package
+
+
 def is_users(module: nn.Module) -> bool:
     """Whether its class, a hook or a forward of its own comes from no known library."""
-    own = vars(module).get("forward", type(module))
-    return any(map(_is_users, (type(module), own, *hooks_of(module))))
-
-
-def _is_users(hook: Any) -> bool:
-    return top_package(hook if hasattr(hook, "__qualname__") else type(hook)) not in LIBRARIES
+    own = [*hooks_of(module), *filter(None, [vars(module).get("forward")])]
+    packages = (top_package(x if hasattr(x, "__qualname__") else type(x)) for x in own)
+    return not {package_of(module), *packages} <= set(LIBRARIES)
 
 
 def runs_user_code(model: nn.Module) -> bool:
@@ -60,7 +63,7 @@ def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[s
     seen: set[int] = set()
     for name, module in model.named_modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        if top_package(type(module)) != "tinyspec":
+        if package_of(module) != "tinyspec":
             tables.append(vars(module))
         for table in tables:
             for key, value in table.items():
@@ -101,9 +104,7 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
     """
     found = {}
     for name, module in model.named_modules():
-        package, stands_in_for = top_package(type(module)), top_package(type(module).__bases__[-1])
-        if package == "tinyspec" and stands_in_for not in OWN:
-            package = stands_in_for
+        package = package_of(module)
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
         for key, value in vars(module).items():
@@ -164,7 +165,7 @@ def description(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(inner, value), key=repr)
     if isinstance(value, partial):
-        return ["partial", inner(value.func), inner(value.args), inner(value.keywords)]
+        return ["partial", *map(inner, (value.func, value.args, value.keywords))]
     if isinstance(value, MethodType):
         return [inner(value.__func__), inner(value.__self__)]
     if isinstance(value, (torch.dtype, torch.device)):

@@ -15,6 +15,7 @@ Knows models and passes, not requests.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +34,7 @@ from tinyspec.determinism.attention_probe import (
 from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe
 from tinyspec.determinism.recorder import (
+    Matmul,
     PassRecorder,
     RowOp,
     data_dependent,
@@ -74,76 +76,82 @@ SMALL = 2.0**-10
 ROUTERS = "transformers.models."
 
 
+# Whether a function of rows is a module that runs code of the user's, it as a function of [R, N],
+# and pools of rows.
+Function = tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]
+
+
 class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
-    as it takes memory.
+    as it takes memory; all while its ``scratch`` weights are in place.
 
-    modes: in which its linears run. scratch: its scratch weights. linears: the first name of every
-    kind. ops: other functions of rows, by name, after ``prepare``.
+    modes: in which its linears run. probe: its passes, of up to ``rows`` rows. linears: the first
+    name of every kind. ops: other functions of rows, by name, after ``prepare``.
 
     Raises DeterminismError where memory does not suffice.
     """
 
-    def __init__(self, runner: ModelRunner, modes: LinearModes):
+    def __init__(self, runner: ModelRunner, modes: LinearModes, rows: int = 0):
         self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
         self._autocast = runner.served.autocast
         self.scratch = ScratchModel(runner.model)
         refuse_shortage(self.scratch.nbytes, runner.device)
+        self.probe = ModelProbe(runner, rows)
         self.linears = list(linear_kinds(runner.model))
         self.ops: dict[str, RowOp] = {}
+        self._known: dict[str, Function] = {}
 
-    def record(self, probe: ModelProbe, tokens: Iterable[Tensor]) -> list[PassRecorder]:
-        """Recorded passes, one with each set of tokens."""
-        found = []
-        for ids in tokens:
-            found.append(PassRecorder(self.runner, len(ids)))
-            with found[-1].recording():
-                probe.run_tokens(ids)
-        return found
+    def matmuls(self, tokens: Iterable[Tensor]) -> list[list[Matmul]]:
+        """Of passes with each of these tokens, on the weights that are in place."""
+        return [record(self.runner, self.probe, ids).matmuls for ids in tokens]
 
-    def prepare(self, probe: ModelProbe) -> PassRecorder:
+    def prepare(self) -> PassRecorder:
         """Compute the reference rows, and take the functions of rows from the first of their
         passes: those in the model, and what experts and fused modules compute between their
         matmuls."""
         model, recorder = self.runner.model, PassRecorder(self.runner, self.reference)
-        with self.scratch.in_place():
-            probe.compute_reference(recorder.recording())
+        self.probe.compute_reference(recorder.recording())
         hidden = (*row_functions(kernel_experts(model)), *fused_functions(model))
         more = [RowOp(name, dtype, shape, fn) for name, fn, shape, dtype in hidden]
-        self.ops, seen = {}, dict[str, int]()
+        seen = Counter[str]()
         for op in (*recorder.row_ops, *more):
-            seen[op.name] = count = seen.get(op.name, 0) + 1
-            self.ops[op.name if count == 1 else f"{op.name} ({count})"] = op
+            seen[op.name] += 1
+            number = f" ({seen[op.name]})" if seen[op.name] > 1 else ""
+            self.ops[op.name + number] = op
         return recorder
 
+    def moved(self, names: Iterable[str]) -> list[str]:
+        """Those of linears and other functions of rows that break fact 1 in the reference
+        bucket."""
+        return [name for name in names if not self.keeps_places(name)]
+
     def keeps_places(self, name: str) -> bool:
-        """Fact 1 of a linear or another function of rows in the reference bucket."""
-        with self.scratch.in_place():
-            users, of_rows, pools = self._function(name)
-            if users:
-                # Small rows beside much larger ones: what compares all rows with a number of its
-                # own shows there. Its operators are probed by themselves.
-                pools[0][::2] *= SMALL
-            return keeps_places(of_rows, pools, self.reference)
+        """Fact 1 of one of them."""
+        users, of_rows, pools = self._function(name)
+        if users:
+            # Small rows beside much larger ones: what compares all rows with a number of its own
+            # shows there. Its operators are probed by themselves.
+            pools[0][::2] *= SMALL
+        return keeps_places(of_rows, pools, self.reference)
 
     def agrees(self, name: str, rows: int) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
-        with self.scratch.in_place():
-            users, of_rows, pools = self._function(name)
-            return users or agree(of_rows, pools, rows, self.reference)
+        if name not in self._known:  # of another bucket
+            self._known[name] = self._function(name)
+        users, of_rows, pools = self._known[name]
+        return users or agree(of_rows, pools, rows, self.reference)
 
-    def _function(self, name: str) -> tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]:
-        """Whether it is a module that runs code of the user's, it as a function of [R, N], and
-        pools of rows to probe it with."""
+    def _function(self, name: str) -> Function:
+        """One of them, and pools of rows to probe it with."""
         op = self.ops[name] if name in self.ops else self._linear(name)
         # Operators were recorded behind autocast.
-        is_module = name not in self.ops or isinstance(op.fn, nn.Module)
+        is_module, fn, shape = name not in self.ops or isinstance(op.fn, nn.Module), op.fn, op.shape
 
         def of_rows(rows: Tensor) -> Tensor:
             flush()
             with self._autocast.on() if is_module else nullcontext():
-                return op.fn(rows.view(1, -1, *op.shape))[0]
+                return fn(rows.view(1, -1, *shape))[0]
 
         pools = [probe_pool(prod(op.shape), op.dtype, self.runner.device, op.weight)]
         if name in self.ops and op.weight is None and not op.users:
@@ -161,21 +169,33 @@ class Prober:
             product = partial(nn.Linear.forward, module)
         return RowOp(name, dtype, shape[:1], product, weight)
 
+    def differs(self, rows: int, numbers: Collection[int]) -> list[Unsound]:
+        """What passes of ``rows`` rows with these numbers show against the reference rows."""
+        wrong = self.probe.difference(rows, numbers)
+        why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
+        return [Unsound(MODEL, why)] if wrong else []
+
 
 def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     """A pass on the model's own weights, recorded. Raises DeterminismError where an operator runs
     under an autocast of the forward's own, or writes to a parameter or buffer."""
     served, rows = runner.served, runner.buckets.reference
-    recorder = PassRecorder(runner, rows)
+    with other_weights({}, runner.model):
+        before = served.marks()
+        recorder = record(runner, probe, token_sets(runner.vocab_size, rows)[-1])
+        now = dict(served.marks())
+    refuse_written({name for name, mark in before if now.get(name, mark) != mark})
+    return recorder
+
+
+def record(runner: ModelRunner, probe: ModelProbe, ids: Tensor) -> PassRecorder:
+    """A recorded pass. Raises as ``refuse_autocast``."""
+    recorder = PassRecorder(runner, len(ids))
     try:
-        with other_weights({}, runner.model):
-            before = served.marks()
-            with recorder.recording():
-                probe.run_tokens(token_sets(runner.vocab_size, rows)[-1])
-            now = dict(served.marks())
+        with recorder.recording():
+            probe.run_tokens(ids)
     finally:  # what the forward raises may follow from it, as of another dtype
         refuse_autocast(recorder)
-    refuse_written({name for name, mark in before if now.get(name, mark) != mark})
     return recorder
 
 
@@ -200,116 +220,101 @@ def refuse_written(names: Collection[str]) -> None:
         )
 
 
-def prove_reference(prober: Prober) -> ProbeResults:
+def prove_reference(runner: ModelRunner, modes: LinearModes) -> ProbeResults:
     """The results, which know one bucket; the linear kernel gets the linears that are unsound,
     unless the config fixes whom it serves. Raises as ``check_pass``."""
-    begun = time.perf_counter()
-    runner, modes = prober.runner, prober.modes
-    moved = [name for name in prober.linears if not prober.keeps_places(name)]
+    begun, prober = time.perf_counter(), Prober(runner, modes)
+    probe, rows = prober.probe, prober.reference
+    with prober.scratch.in_place():
+        moved = prober.moved(prober.linears)
     every = linear_kinds(runner.model) if runner.config.linear == "auto" else {}
     served = modes.serve([n for name in moved for n in every.get(name, ())])
-    if served:
-        moved = [name for name in prober.linears if not prober.keeps_places(name)]
-    probe = ModelProbe(runner)
     # Routers of random numbers may send all rows one way, and the model's own another.
     recorders = [check_pass(runner, probe)]
-    rows = prober.reference
     with prober.scratch.in_place():
-        recorders += prober.record(probe, token_sets(runner.vocab_size, rows)[:1])
-    recorders.append(prober.prepare(probe))
-    unsound = data_dependent(r.matmuls for r in recorders)
-    unsound += [wrong for r in recorders for wrong in reads_rows(r)][:1]
-    if not probe.sound.any():
-        unsound.append(Unsound(MODEL, NOT_FINITE))
-    moved += [name for name in prober.ops if not prober.keeps_places(name)]
-    unsound += [Unsound(name, f"{name}: {PLACES.format(rows)}") for name in moved]
-    kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
-    attention = compare_attention(runner, kinds, (), MANY_ROWS, ATTENTION_SECONDS)
-    unsound += unsound_attention(attention)
-    unsound += compare_passes(prober, probe, range(1, FIRST_PASSES + 1))
+        if served:
+            moved = prober.moved(prober.linears)
+        recorders.append(record(runner, probe, token_sets(runner.vocab_size, rows)[0]))
+        recorders.append(prober.prepare())
+        unsound = data_dependent(r.matmuls for r in recorders)
+        unsound += [read for r in recorders for read in reads_rows(r)][:1]
+        if not probe.sound.any():
+            unsound.append(Unsound(MODEL, NOT_FINITE))
+        moved += prober.moved(prober.ops)
+        unsound += [Unsound(name, f"{name}: {PLACES.format(rows)}") for name in moved]
+        kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
+        attention = compare_attention(runner, kinds, (), MANY_ROWS, ATTENTION_SECONDS)
+        unsound += unsound_attention(attention)
+        unsound += prober.differs(rows, range(1, FIRST_PASSES + 1))
     took, seconds = time.perf_counter() - begun, probe.took.get(rows, 0.0)
     bucket = BucketResult(rows, not unsound, (), seconds, modes.other_in_fast_mode(rows), took)
     kept = () if unsound else served
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
 
+def see_to_hold(runner: ModelRunner, modes: LinearModes, results: ProbeResults) -> ProbeResults:
+    """The results, which were kept. What one pass shows is looked at all the same, which compiles
+    and loads what a first pass needs. Raises as ``check_pass``."""
+    modes.serve(() if results.unsound else results.kernel_linears)
+    check_pass(runner, ModelProbe(runner))
+    return results
+
+
 def prove_buckets(
-    prober: Prober, results: ProbeResults, sizes: Collection[int], attention_rows: int | None
+    runner: ModelRunner,
+    modes: LinearModes,
+    results: ProbeResults,
+    sizes: Collection[int],
+    attention_rows: int | None,
 ) -> ProbeResults:
     """``results`` with these further buckets, and with what a second look at the reference bucket
     shows, the first time. attention_rows: to compare of each kind; None: the first time of each
     some more."""
-    first, unsound, runner = not results.confirmed, list[Unsound](), prober.runner
-    probe = ModelProbe(runner, max(sizes, default=0))
-    if first:
-        unsound += routing(prober, probe)
-    if first or sizes:
-        prober.prepare(probe)
-    if first:
-        unsound += compare_passes(prober, probe, range(FIRST_PASSES + 1, ALL_PASSES + 1))
-    if first or attention_rows is not None:
-        kinds = attention_kinds(runner)
-        attention = compare_attention(runner, kinds, results.attention, attention_rows)
-        unsound += unsound_attention(attention)
-        results = replace(results, attention=tuple(attention))
-    results = replace(results, confirmed=True).with_unsound(unsound)
-    for rows in sorted(sizes):
-        if not results.unsound:
-            results = prove_bucket(prober, probe, results, rows)
+    first, unsound = not results.confirmed, list[Unsound]()
+    prober = Prober(runner, modes, max(sizes, default=0))
+    # On the model's own weights, and on scratch weights.
+    tokens = token_sets(runner.vocab_size, prober.probe.distinct) if first else []
+    own = prober.matmuls(tokens)
+    with prober.scratch.in_place():
+        if first:
+            unsound += data_dependent(prober.matmuls(tokens)) or data_dependent(own)
+        if first or sizes:
+            prober.prepare()
+        if first:
+            unsound += prober.differs(prober.reference, range(FIRST_PASSES + 1, ALL_PASSES + 1))
+        if first or attention_rows is not None:
+            kinds = attention_kinds(runner)
+            attention = compare_attention(runner, kinds, results.attention, attention_rows)
+            unsound += unsound_attention(attention)
+            results = replace(results, attention=tuple(attention))
+        results = replace(results, confirmed=True).with_unsound(unsound)
+        for rows in sorted(sizes):
+            if not results.unsound:
+                results = prove_bucket(prober, results, rows)
     return results
 
 
 def unsound_attention(found: Iterable[ComparedRows]) -> list[Unsound]:
     """Kinds whose rows differed by their places."""
-    why = PLACES.format(LENGTH)
-    return [
-        Unsound(f.name, f"{f.name}: {why} ({f.differing} of {f.checked})", REMEDY)
-        for f in found
-        if not f
-    ]
+    why = f"{PLACES.format(LENGTH)} ({{0.differing}} of {{0.checked}})"
+    return [Unsound(f.name, f"{f.name}: {why.format(f)}", REMEDY) for f in found if not f]
 
 
-def compare_passes(prober: Prober, probe: ModelProbe, numbers: Collection[int]) -> list[Unsound]:
-    """Passes of the reference bucket with these numbers, compared with the reference rows."""
-    rows = prober.reference
-    with prober.scratch.in_place():
-        wrong = probe.difference(rows, numbers)
-    why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
-    return [Unsound(MODEL, why)] if wrong else []
-
-
-def routing(prober: Prober, probe: ModelProbe) -> list[Unsound]:
-    """Matmuls of larger passes whose shapes depend on values, on scratch weights or the model's
-    own."""
-    tokens = token_sets(prober.runner.vocab_size, probe.distinct)
-    with prober.scratch.in_place():
-        found = data_dependent(r.matmuls for r in prober.record(probe, tokens))
-    return found or data_dependent(r.matmuls for r in prober.record(probe, tokens))
-
-
-def prove_bucket(
-    prober: Prober, probe: ModelProbe, results: ProbeResults, rows: int
-) -> ProbeResults:
+def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResults:
     """Whether bucket ``rows`` is canonical: its functions of rows, and then the model end to end.
 
     A plain linear with other bits in a larger bucket runs in tiles of the reference's rows there.
     """
     begun, modes = time.perf_counter(), prober.modes
     differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
-    broken = [
-        name for name in differing if not (name in prober.linears and modes.can_tile(name, rows))
-    ]
-    if differing and not broken:
+    broken = [n for n in differing if n not in prober.linears or not modes.can_tile(n, rows)]
+    if not broken:
         results = replace(results, tiled=tuple(dict.fromkeys((*results.tiled, *differing))))
         modes.tile(results.tiled)
-    if not broken:
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))
-        with prober.scratch.in_place():
-            wrong = probe.difference(rows, numbers)
-        broken = [MODEL] if wrong else []
+        broken = [MODEL] if prober.probe.difference(rows, numbers) else []
     own_way = () if broken else (*differing, *modes.other_in_fast_mode(rows))
-    proof = time.perf_counter() - begun
-    seconds = probe.took.get(rows, 0.0)
+    proof, seconds = time.perf_counter() - begun, prober.probe.took.get(rows, 0.0)
     found = BucketResult(rows, not broken, tuple(broken), seconds, own_way, proof)
     return results.with_bucket(found)

@@ -20,14 +20,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
@@ -66,8 +65,7 @@ READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 OTHER_READS = ("aten.is_nonzero.default", "aten.where.default", "aten.resolve_neg.default")
 
 
-@dataclass(frozen=True)
-class Matmul:
+class Matmul(NamedTuple):
     """One call. shapes: of all its tensors. sizes: the values of those that hold group sizes."""
 
     module: str
@@ -98,8 +96,15 @@ def _operator(func: Any) -> tuple[str, bool, bool]:
     return name, any(part in name for part in MATMULS), reads
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and not is_packed(x)]
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Those that an operator gets or returns, of which some are in lists."""
+    found = []
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            found += _tensors(x)
+        elif isinstance(x, Tensor) and not is_packed(x):
+            found.append(x)
+    return found
 
 
 def _storage(x: Tensor) -> StorageWeakRef:
@@ -131,16 +136,14 @@ class PassRecorder(TorchDispatchMode):
             for name, m in model.named_modules()
             if is_users(m)
         }
-        self._modules: dict[object, RowOp] = {}
-        self._steps: dict[object, tuple[str, RowOp]] = {}
-        # As many rows as the reference bucket has are unembedded, or all.
-        self._leading = ((1, rows), (1, min(rows, runner.buckets.reference)))
+        # By kind, with the module whose operator it is.
+        self._found: dict[object, tuple[str | None, RowOp]] = {}
         # Modules without children from one tensor to one: their operators are no steps.
         self._whole: set[str] = set()
-        self._kept_alive: list[Tensor] = []
         self._inside: list[str] = []
         self._in_attention = False
-        self._own: set[int] = set()
+        # Memory of parameters, and of what they were cast to.
+        self._own = {_storage(p) for p in model.parameters() if not is_packed(p)}
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -151,24 +154,21 @@ class PassRecorder(TorchDispatchMode):
 
     @property
     def row_ops(self) -> list[RowOp]:
-        """The functions of rows: operators outside element-wise modules, and these modules."""
-        steps = [step for where, step in self._steps.values() if where not in self._whole]
-        return [*steps, *self._modules.values()]
+        """The functions of rows: operators outside element-wise modules, and these modules; of a
+        pass whose rows are all unembedded."""
+        return [op for where, op in self._found.values() if where not in self._whole]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what runs in the block."""
-        # Here, as weights may have been replaced since this object was made.
-        plain = (p for p in self._runner.model.parameters() if not is_packed(p))
-        self._own = {p.untyped_storage().data_ptr() for p in plain}
         context = self._runner.served.context
         kernels = context.kernels
         attend = partial(self._attend, kernels.paged_attention)
         with ExitStack() as hooks:
             for name, module in self._runner.model.named_modules():
-                enter = module.register_forward_pre_hook(partial(self._enter, name))
-                hooks.enter_context(enter)
-                hooks.enter_context(module.register_forward_hook(self._leave, with_kwargs=True))
+                enter, leave = partial(self._enter, name), self._leave
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
             hooks.callback(setattr, context, "kernels", kernels)
             context.kernels = replace(kernels, paged_attention=attend)
             with self, _AutocastWatch(self):
@@ -190,22 +190,20 @@ class PassRecorder(TorchDispatchMode):
         if self._in_attention or not self._skipped.isdisjoint(self._inside):
             return result
         name, is_matmul, reads = _operator(func)
-        self._follow_rows(func, reads, (args, kwargs), result)
+        self._follow_rows(func, reads, (*args, *kwargs.values()), result)
         if is_matmul:
             self._note_matmul(name, func, args, kwargs)
         elif name in STEPS:
             self._note_step(name, func, args, kwargs, result)
-        elif name == "_to_copy" and args[0].untyped_storage().data_ptr() in self._own:
-            # A parameter cast to another dtype; kept alive, as its address is the key.
-            self._kept_alive.append(result)
-            self._own.add(result.untyped_storage().data_ptr())
+        elif name == "_to_copy" and _storage(args[0]) in self._own:
+            self._own.add(_storage(result))
         return result
 
     def _follow_rows(self, func: Any, reads: bool, given: Any, result: Any) -> None:
         """Note which memory holds what depends on rows, and where the host reads that."""
         tensors = _tensors(given)
         depends = any(_storage(x) in self._of_rows for x in tensors)
-        for x in _tensors(result):
+        for x in _tensors([result]):
             if depends or (x.is_floating_point() and x.shape[:2] == (1, self._rows)):
                 self._of_rows.add(_storage(x))
         if depends and reads and not self._selects_alike(func, tensors):
@@ -234,7 +232,7 @@ class PassRecorder(TorchDispatchMode):
     def _note_product(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         """Record a matmul of one tensor with parameters, one of each kind."""
         at = {n: x for n, x in enumerate(args) if isinstance(x, Tensor)}
-        own = {n: x for n, x in at.items() if x.untyped_storage().data_ptr() in self._own}
+        own = {n: x for n, x in at.items() if _storage(x) in self._own}
         rows = [n for n in at if n not in own]
         matrices = [x for x in own.values() if x.dim() == 2]
         if len(rows) != 1 or len(matrices) != 1:
@@ -249,7 +247,7 @@ class PassRecorder(TorchDispatchMode):
 
         kind = (name, x.dtype, x.dim(), *((w.shape, w.stride(), w.dtype) for w in own.values()))
         step = RowOp(f"{self.where}: {name}", x.dtype, x.shape[-1:], run, weight)
-        self._steps.setdefault(kind, (self.where, step))
+        self._found.setdefault(kind, (self.where, step))
 
     def _note_step(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -274,14 +272,14 @@ class PassRecorder(TorchDispatchMode):
 
         kind = (name, x.dtype, lead, shape, str(others), str(kwargs))
         step = RowOp(f"{self.where}: {name} of {tuple(shape)}", x.dtype, shape, run)
-        self._steps.setdefault(kind, (self.where, step))
+        self._found.setdefault(kind, (self.where, step))
 
-    def note_autocast(self, operator: str, may_be_off: bool) -> None:
+    def note_autocast(self, operator: Any, may_be_off: bool) -> None:
         """Note an operator that runs under another autocast than the pass."""
         dtype, device = self._runner.served.autocast
         now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self.autocast is None and now != dtype and not (now is None and may_be_off):
-            self.autocast = operator, self.where
+            self.autocast = resolve_name(operator) or str(operator), self.where
 
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
@@ -307,14 +305,14 @@ class PassRecorder(TorchDispatchMode):
         x = inputs[0]
         if kwargs or not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
             return
-        if output.shape[:2] == x.shape[:2] in self._leading:
+        if output.shape[:2] == x.shape[:2] == (1, self._rows):
             kind = (type(module), repr(module), x.shape[2:], x.dtype)
             op = RowOp(name, x.dtype, x.shape[2:], module)
             if whole and name not in self._linears:
-                self._modules.setdefault(kind, op)
+                self._found.setdefault(kind, (None, op))
             if users:
                 op = replace(op, name=f"{name}: as a whole", users=True)
-                self._modules.setdefault((*kind, self._users[name]), op)
+                self._found.setdefault((*kind, self._users[name]), (None, op))
 
 
 class _AutocastWatch(TorchFunctionMode):
@@ -328,7 +326,7 @@ class _AutocastWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Attention and norms may be in fp32.
-        self._recorder.note_autocast(resolve_name(func) or str(func), may_be_off=True)
+        self._recorder.note_autocast(func, may_be_off=True)
         return func(*args, **(kwargs or {}))
 
 

@@ -24,8 +24,8 @@ from huggingface_hub import constants
 
 import tinyspec
 
-FORMAT = 6
 logger = logging.getLogger("tinyspec")
+PACKAGE = Path(tinyspec.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -154,16 +154,17 @@ def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
 
 def key_of(fingerprint: str, *others: object) -> str:
     """The key of results under ``fingerprint``, ``others`` and the code of this package."""
-    rest = json.dumps([FORMAT, package_digest(), *map(repr, others)])
+    rest = json.dumps([code_digest(), *map(repr, others)])
     return f"{fingerprint}-{hashlib.sha256(rest.encode()).hexdigest()[:16]}"
 
 
 @cache
-def package_digest(root: Path = Path(tinyspec.__file__).parent) -> str:
-    """Digest of the bytes of every Python file of the package at ``root``."""
+def code_digest(*wings: str, root: Path = PACKAGE) -> str:
+    """Digest of the Python files in these wings of the package at ``root``, or in all of it, by
+    their paths there and their bytes."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(path for wing in wings or ("",) for path in (root / wing).rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinyspec.determinism.results import ComparedRows
 from tinyspec.model.checksum import BITS
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -144,11 +143,6 @@ def sensitive_pool(fn: RowFunction, pool: Tensor) -> list[Tensor]:
     return [sensitive]
 
 
-def more_rows(found: ComparedRows, wrong: Tensor) -> ComparedRows:
-    """``found`` and the rows of one more pass; wrong: [n, elements], where bits differ."""
-    return found.plus(len(wrong), int(wrong.any(dim=1).sum()))
-
-
 def keeps_places(fn: RowFunction, pools: list[Tensor], rows: int) -> bool:
     """Fact 1: whether results keep their bits in every place of a pass of ``rows`` rows, among any
     others of each pool."""
@@ -242,16 +236,12 @@ class BatchFunction(NamedTuple):
         values[7::8] = torch.nan
         return values.to(self.like)
 
+    def keeps_places(self, batch: int) -> bool:
+        """Whether a part's result depends on neither its place nor its neighbours, in a batch of so
+        many parts."""
+        return keeps_places(self.of_rows, [self.pool()], batch)
 
-def mixing(functions: list[BatchFunction], batch: int) -> str | None:
-    """The name of the first of ``functions`` in which a part's result depends on its place or on
-    its neighbours, in a batch of so many parts; None if there is none."""
-    wrong = (f.name for f in functions if not keeps_places(f.of_rows, [f.pool()], batch))
-    return next(wrong, None)
-
-
-def other_than(functions: list[BatchFunction], batch: int, other: int) -> str | None:
-    """The name of the first of ``functions`` in which a part has not the same result in batches of
-    ``other`` parts as in those of ``batch``, which mix none; None if there is none."""
-    wrong = (f.name for f in functions if not agree(f.of_rows, [f.pool()], other, batch))
-    return next(wrong, None)
+    def agrees(self, other: int, batch: int) -> bool:
+        """Whether batches of ``other`` parts give the results of those of ``batch``, which mix
+        none."""
+        return agree(self.of_rows, [self.pool()], other, batch)

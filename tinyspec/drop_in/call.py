@@ -129,13 +129,10 @@ class Call:
     @property
     def tinyspec_only(self) -> str | None:
         """What the call asks for that transformers does not have, if there is such a thing."""
-        given = self.arguments.get("generation_config")
-        for config in given if isinstance(given, (list, tuple)) else (given,):
-            settings = {**self.arguments, "generation_config": config}
-            for name in ADDED_ARGUMENTS:
-                value = self._asked(name, settings)
-                if value is not None and value is not False:
-                    return f"{name}={value!r}"
+        for name in ADDED_ARGUMENTS:
+            value = self._asked(name, self.arguments)
+            if value is not None and value is not False:
+                return f"{name}={value!r}"
         if any(prepare.is_per_request(name, value) for name, value in self.arguments.items()):
             return "a value for each request"
         return None

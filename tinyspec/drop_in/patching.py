@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.forward import PatchedForward, plain_forwards
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
-from tinyspec.drop_in.run import batch_arguments, run, run_batch
+from tinyspec.drop_in.run import batch_arguments, batch_outputs, run
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, DICT_FIELDS, PROMPT_ARGUMENTS
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
@@ -275,8 +276,8 @@ class PatchedGenerate(Method):
 
         settings: as ``generate`` takes them, ``seed`` and ``deterministic`` included. Of a
         continuous_batching_config count return_logprobs and seed (a base). There is no manager to
-        keep or to warm up. Raises what ``generate`` raises, and NotImplementedError for what
-        tinyspec does not serve.
+        keep or to warm up, and no bar. Raises what ``generate`` raises, and NotImplementedError for
+        what tinyspec does not serve, as times of tokens.
         """
         if len(inputs) == 0:
             return {}
@@ -284,16 +285,19 @@ class PatchedGenerate(Method):
         base, defaults = getattr(continuous_batching_config, "seed", None), self._defaults
         defaults = defaults if base is None else replace(defaults, seed=base)
         call = Call(self._model, self.original, arguments, defaults, self._row_seeds)
-        if call.unserved:
+        call.unserved += ["record_timestamps"] if record_timestamps else []
+        if getattr(continuous_batching_config, "return_logprobs", False):
+            call.params = [params.resolve(logprobs=True) for params in call.params]
+        begun, sequences = time.perf_counter(), []
+        if not call.unserved:
+            with self.serving() as engine:
+                sequences = run(engine, call, call.drafter() or self._drafter)
+        if call.unserved:  # rows of code for the whole batch may not all fit, which ``run`` finds
             unserved = ", ".join(dict.fromkeys(call.unserved))
             raise NotImplementedError(
                 f"{unserved} is not served by tinyspec's generate_batch; call model.generate"
             )
-        if getattr(continuous_batching_config, "return_logprobs", False):
-            call.params = [params.resolve(logprobs=True) for params in call.params]
-        drafter = call.drafter() or self._drafter
-        with self.serving() as engine:
-            return run_batch(engine, call, drafter, record_timestamps, progress_bar)
+        return batch_outputs(call, sequences, begun)
 
 
 def generate(

@@ -44,7 +44,7 @@ _LISTS = {
 _LIST_DEPTHS = dict.fromkeys(_LISTS, 1) | {"bad_words_ids": 2, "sequence_bias": 3}
 SHARED_FIELDS = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
 _PER_REQUEST = SERVED_FIELDS | set(_LIST_DEPTHS) | set(ADDED_ARGUMENTS)
-_PER_REQUEST |= {"generation_config", "prefix_allowed_tokens_fn"}
+_PER_REQUEST |= {"prefix_allowed_tokens_fn"}
 
 _LENGTHS = (
     logits_process.MinLengthLogitsProcessor,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from tinyspec.drop_in.call import Call
@@ -25,9 +24,10 @@ from tinyspec.drop_in.prepare import is_per_request
 from tinyspec.drop_in.prompts import Streamers
 from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.in_flight import special_row
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
-from tinyspec.runner.processors import BatchWide, SpecialRow
+from tinyspec.runner.processors import BatchWide
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampled, SpecialResult
 from tinyspec.scheduler.request import Request, Sequence
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 _HOW = "with processors or criteria for all rows, which may also be a list for each prompt"
 
 
-def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
+def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
     """The sequences of ``call``, run to their end; none where it has become unserved. Raises what a
     processor or a criterion raised."""
     wide = wide_rows(call)
-    requests = new_requests(engine, call, wide)
+    requests = new_requests(engine, call, drafter, wide)
     sequences = [sequence for request in requests for sequence in request.sequences]
     if call.unserved:
         return []
@@ -49,10 +49,10 @@ def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
     if wide is not None:
         wide.run(engine, requests, streamers, call.pad)
     elif streamers is None:
-        engine.run(requests, drafter)
+        engine.tracker.run(requests, until_abort=True)
     else:
         places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
-        with engine.follow(requests, drafter) as events:
+        with engine.follow(requests) as events:
             for event in events:
                 if event.finish_reason == "abort":
                     break
@@ -64,9 +64,11 @@ def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
     return sequences
 
 
-def new_requests(engine: Engine, call: Call, wide: WideRows | None = None) -> list[Request]:
+def new_requests(
+    engine: Engine, call: Call, drafter: Drafter | None, wide: WideRows | None = None
+) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once; none where ``wide``
-    rows do not all fit."""
+    rows do not all fit. drafter: the engine's from now on."""
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts.each, call.params, strict=True):
@@ -89,6 +91,7 @@ def new_requests(engine: Engine, call: Call, wide: WideRows | None = None) -> li
         call.draw_seeds()
         ids = [p.ids or [0] * len(p) for p in call.prompts.each]
         requests = engine.ready().of_ids(ids, call.params)
+        engine.core.drafter = drafter
     for request, prompt in zip(requests, call.prompts.each, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps, request.supplied = call.keeps, wide is not None
@@ -167,15 +170,7 @@ class WideRows:
     def _sample(self, engine: Engine, sequences: list[Sequence]) -> Sampled:
         """A token for each row, by the logits that it waits with."""
         special = {
-            n: SpecialRow(
-                sequence.params,
-                sequence.num_generated,
-                sequence.history if sequence.params.changes_logits else [],
-                self.pad if self.done[n] else -1,
-                "scores" in sequence.request.keeps,
-                "logits" in sequence.request.keeps,
-                sequence.request.thread,
-            )
+            n: special_row(sequence, sequence.length, self.pad if self.done[n] else -1)
             for n, sequence in enumerate(sequences)
         }
         each = [sequence.sampling for sequence in sequences]
@@ -285,43 +280,27 @@ def batch_arguments(
     return arguments
 
 
-def run_batch(
-    engine: Engine, call: Call, drafter: Drafter, record_timestamps: bool, progress_bar: bool
+def batch_outputs(
+    call: Call, sequences: list[Sequence], begun: float
 ) -> dict[str, GenerationOutput]:
-    """Outputs by id. Of each prompt the first completions are children of the last, which has its
-    id, as transformers orders them. Raises what a processor or a criterion raised."""
+    """Of what ran from ``begun`` on, by id. Of each prompt the first completions are children of
+    the last, which has its id, as transformers orders them."""
     from transformers.generation.continuous_batching import requests as theirs
 
-    begun, requests = time.perf_counter(), new_requests(engine, call)
-    sequences = [sequence for request in requests for sequence in request.sequences]
-    stamps: dict[tuple[str, int], list[float]] = {
-        (s.request.request_id, s.index): [] for s in sequences
-    }
-    bar = tqdm(total=len(sequences), unit="request", disable=not progress_bar)
-    with bar, engine.follow(requests, drafter) as events:
-        for event in events:
-            if event.finish_reason == "abort":
-                break
-            now = time.perf_counter()
-            stamps[event.request_id, event.index] += [now] * len(event.token_ids)
-            bar.update(event.finish_reason is not None)
-    raise_failed(sequences)
     outputs: dict[str, GenerationOutput] = {}
-    for number, request in enumerate(requests):
-        last = len(request.sequences) - 1
-        for sequence in request.sequences:
-            child = "" if sequence.index == last else f"__child#{sequence.index}"
-            times = stamps[request.request_id, sequence.index]
-            output = theirs.GenerationOutput(
-                request_id=f"req_{number}{child}",
-                prompt_ids=call.prompts.each[number].ids,
-                generated_tokens=sequence.ids(request.num_prompt, sequence.length),
-                logprobs=sequence.logprobs,
-                status=theirs.RequestStatus.FINISHED,
-                created_time=begun,
-                lifespan=(begun, times[-1]),
-                timestamps=times if record_timestamps else None,
-            )
-            setattr(output, "seed", sequence.params.seed)  # noqa: B010 not one of its fields
-            outputs[output.request_id] = output
+    numbers = [n for n, p in enumerate(call.params) for _ in range(p.num_return_sequences)]
+    for number, sequence in zip(numbers, sequences, strict=True):
+        last = sequence.params.num_return_sequences - 1
+        child = "" if sequence.index == last else f"__child#{sequence.index}"
+        output = theirs.GenerationOutput(
+            request_id=f"req_{number}{child}",
+            prompt_ids=call.prompts.each[number].ids,
+            generated_tokens=sequence.generated,
+            logprobs=sequence.logprobs,
+            status=theirs.RequestStatus.FINISHED,
+            created_time=begun,
+            lifespan=(begun, time.perf_counter()),
+        )
+        setattr(output, "seed", sequence.params.seed)  # noqa: B010 not one of its fields
+        outputs[output.request_id] = output
     return outputs

@@ -14,7 +14,7 @@ import torch
 from tinyspec.config import EngineConfig
 from tinyspec.engine.async_worker import URGENT, AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
-from tinyspec.engine.input_processor import checked_priority
+from tinyspec.engine.input_processor import checked_priority, load
 from tinyspec.engine.lock import OneProcess
 from tinyspec.engine.results import scores_of
 from tinyspec.errors import refuse
@@ -86,10 +86,8 @@ class AsyncEngine(OneProcess):
         **given: Any,
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
-        engine = Engine.from_pretrained(name_or_path, dtype, device, config, **given)
-        served = cls(engine, max_requests=max_requests, max_waiting=max_waiting)
-        served._worker.closes = True
-        return served
+        model, tokenizer = load(name_or_path, dtype, device, **given)
+        return cls(model, tokenizer, config, max_requests=max_requests, max_waiting=max_waiting)
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -195,7 +193,7 @@ class AsyncEngine(OneProcess):
         return call
 
     def _expire(self, call: Call, error: TimeoutError) -> None:
-        if call.begun and not call.unfinished:
+        if call.requests is not None and not call.unfinished:
             return  # there is still something to read
         call.error, future = error, call.future
         self._worker.end(call)

@@ -7,7 +7,7 @@ import atexit
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
@@ -30,7 +30,7 @@ class Call:
     makes, or their events.
 
     priority: lower begins first. future: of the answer that the task waits for, if it does. ended:
-    it wants no more. error: what ended it. timer: ends it. Of the worker: begun: its requests are
+    it wants no more. error: what ended it. timer: ends it. Of the worker: requests, once they are
     made; stream: of their events.
     """
 
@@ -41,28 +41,26 @@ class Call:
     ended: bool = False
     error: BaseException | None = None
     timer: asyncio.TimerHandle | None = None
-    begun: bool = False
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Request] | None = None
     stream: EventStream | None = None
 
     def begin(self, engine: Engine) -> None:
         """Make its requests and queue them. Raises what is wrong with them."""
-        with engine.lock("generate"):
-            requests = self.make(engine)
-            for request in requests:
-                request.priority = self.priority
-            if self.collect is None:
-                self.stream = engine.follow(requests)
-            else:
-                engine.tracker.add(requests)
-            for request in requests:
-                request.thread = 0  # its code ends no worker
-            self.requests, self.begun = requests, True
+        requests = self.make(engine)
+        for request in requests:
+            request.priority = self.priority
+        if self.collect is None:
+            self.stream = engine.follow(requests)
+        else:
+            engine.tracker.add(requests)
+        for request in requests:
+            request.thread = 0  # its code ends no worker
+        self.requests = requests
 
     @property
     def unfinished(self) -> bool:
         """Whether steps are to be run for it."""
-        return self.begun and not all(request.finished for request in self.requests)
+        return not all(request.finished for request in self.requests or ())
 
     def answer(self, tokenizer: Any) -> Any:
         """What ended it, the events since the last answer, or what was collected; None where there
@@ -71,7 +69,7 @@ class Call:
             return self.error
         if self.collect is None:
             return self.stream and self.stream.new_events()
-        if not self.begun or self.unfinished:
+        if self.requests is None or self.unfinished:
             return None
         return self.collect([output_of(request, tokenizer) for request in self.requests])
 
@@ -153,14 +151,16 @@ class AsyncWorker:
     def _work(self) -> None:
         try:
             while self._take():
-                self._begin()
-                self._step()
-                self._answer()
+                with self._engine.lock("generate"):
+                    self._begin()
+                    self._step()
+                    self._answer()
         finally:  # whatever a tokenizer raised, nobody waits for ever
             self.stopped = True
             self._take()
-            self._fail(self._calls, refuse("engine", "closed", "an engine that is open"))
-            self._answer()
+            with self._engine.lock("generate"):
+                self._fail(self._calls, refuse("engine", "closed", "an engine that is open"))
+                self._answer()
             if self.closes:
                 self._engine.close()
             atexit.unregister(self.stop)
@@ -182,7 +182,7 @@ class AsyncWorker:
         return not self.stopped
 
     def _begin(self) -> None:
-        waiting = [call for call in self._calls if not call.begun and call.error is None]
+        waiting = [call for call in self._calls if call.requests is None and call.error is None]
         for call in sorted(waiting, key=lambda call: call.priority):
             full = len(self._engine.tracker.requests) >= self._max_requests
             if full and call.priority != URGENT:
@@ -194,27 +194,23 @@ class AsyncWorker:
                 self._fail([call], error)
 
     def _step(self) -> None:
-        unfinished = [call for call in self._calls if call.unfinished]
-        try:
-            with self._engine.lock("generate"):
-                # Another thread may have stepped for them meanwhile.
-                if any(call.unfinished for call in unfinished):
-                    self._engine.tracker.advance()
-        except BaseException as error:  # of no request: the engine's own
-            self._fail(unfinished, error)
+        if unfinished := [call for call in self._calls if call.unfinished]:
+            try:
+                self._engine.tracker.advance()
+            except BaseException as error:  # of no request: the engine's own
+                self._fail(unfinished, error)
 
     def _answer(self) -> None:
-        with self._engine.lock("generate"):
-            for call in [call for call in self._calls if call.future is not None]:
-                try:
-                    found = call.answer(self._engine.tokenizer)
-                except BaseException as error:  # a tokenizer's
-                    self._fail([call], error)
-                    found = call.error
-                if found is not None:
-                    call.resolve(found)
-                if call.ended:
-                    self._forget(call)
+        for call in [call for call in self._calls if call.future is not None]:
+            try:
+                found = call.answer(self._engine.tokenizer)
+            except BaseException as error:  # a tokenizer's
+                self._fail([call], error)
+                found = call.error
+            if found is not None:
+                call.resolve(found)
+            if call.ended:
+                self._forget(call)
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         if isinstance(error, StopIteration) or not isinstance(error, Exception):
@@ -223,10 +219,10 @@ class AsyncWorker:
             error.__cause__ = cause
         for call in calls:
             call.error = error
-            self._engine.tracker.cancel(call.requests)
+            self._engine.tracker.cancel(call.requests or [])
 
     def _forget(self, call: Call) -> None:
         """Abort what is unfinished."""
         self._calls.pop(call, None)
         self.waiting.discard(call)
-        self._engine.tracker.cancel(call.requests)
+        self._engine.tracker.cancel(call.requests or [])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.engine.launcher import Fetched, InFlightPass, NewTokens
+from tinyspec.engine.in_flight import InFlightPass, NewTokens
 from tinyspec.engine.stop_strings import first_stop, reach
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
@@ -52,14 +52,14 @@ class Committer:
         ended, self.ended = self.ended, []
         return ended
 
-    def commit(self, done: InFlightPass, results: Fetched) -> None:
+    def commit(self, done: InFlightPass, found: Sampled) -> None:
         """Mark what a pass has computed, start the siblings that wait for it, and commit tokens or
         keep them as drafts, whose errors are left to the verify. What is not alive is left out, and
         tokens of works that are not good to their end.
 
         Raises what a thinking block raised, and afterwards what a criterion raised but Exceptions.
         """
-        table, works, found = self.table, done.works, results.sampled
+        table, works = self.table, done.works
         self.record, self.looked_up = done.record, 0
         ends = self._think(done)
         alive = done.alive
@@ -67,14 +67,14 @@ class Committer:
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
         final = alive & (works.kinds != DRAFT)
         table.advance(works.rows[final], ends[final], done.work_pass.canonical)
-        if results.prompt_logprobs is not None:
-            values = results.prompt_logprobs.tolist()
+        if found.prompt_logprobs is not None:
+            values = found.prompt_logprobs.tolist()
             for (n, position, _), value in zip(done.unscored, values, strict=True):
                 if alive[n] and position < ends[n]:
                     request = table.sequences[works.rows[n]].request
                     request.prompt_logprobs[position + 1] = value
         alive &= ends == works.ends
-        new = replace(done.new, decisions=results.decisions)
+        new = done.new
         kept = (final & alive)[done.work]
         if done.leads:
             new = replace(new, rows=self._start_siblings(done, alive))
@@ -86,12 +86,11 @@ class Committer:
         if supplied := table.places("supplied", new.rows):
             self._keep_logits(new.only(np.array(supplied)), found)
             new = new.only(np.delete(np.arange(len(new.rows)), supplied))
-        if new.decisions is None:
+        if found.decisions is None:
             self._commit_newest(new, found)
         else:
-            drafted = new.decisions[0] > 0
-            self._commit_newest(new.only(~drafted), found)
-            self._commit_verified(new.only(drafted), found)
+            self._commit_newest(new.only(new.verified < 0), found)
+            self._commit_verified(new.only(new.verified >= 0), found, found.decisions)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
@@ -103,17 +102,14 @@ class Committer:
         if self.thinker is None or done.thinking is None or done.thinking.hidden is None:
             return ends
         ends = ends.copy()
-        canonical = done.work_pass.canonical
-        for sequence, error in think(self.thinker, done.thinking, done.alive, ends, canonical):
+        for sequence, error in think(self.thinker, done.thinking, done.alive, ends):
             self.fail(sequence, error)
         alive = done.alive
         for span in done.thinking.spans:
             for sequence in span.sequence.request.sequences:
                 sequence.thought()
             if alive[span.work] and ends[span.work] < done.works.ends[span.work]:
-                # Shared pages hold what is good, and are not written again.
-                kept = max(int(ends[span.work]), span.sequence.frozen)
-                self.admission.truncate(span.sequence, kept)
+                self.admission.truncate(span.sequence, int(ends[span.work]))
         return ends
 
     def _start_siblings(self, done: InFlightPass, alive: Array) -> Array:
@@ -143,8 +139,8 @@ class Committer:
         self.table.draft(new.rows[drafting], found.tokens[new.firsts[drafting]])
         self.record.drafted += int(drafting.sum())
 
-    def _commit_verified(self, new: NewTokens, found: Sampled) -> None:
-        """Of each, all of which have drafts, what ``accept_truncate`` decided; those whose logits
+    def _commit_verified(self, new: NewTokens, found: Sampled, decisions: Array) -> None:
+        """Of each, all of which verify drafts, what ``accept_truncate`` decided; those whose logits
         are not finite somewhere are verified up to there, and run again without drafts."""
         if not len(new.rows):
             return
@@ -155,10 +151,9 @@ class Committer:
         broken = [table.sequences[row] for row in new.rows[good < new.counts].tolist()]
         new, places = new.only(good > 0), places[good > 0]
         rows, drafts = new.rows, table.num_drafts[new.rows]
-        assert new.decisions is not None
-        committed, agreed, left, freed, stopped = new.decisions
-        counts, ended = self._append(rows, committed, places, stopped > 0, found)
+        committed, agreed, left, freed, stopped = decisions[:, new.verified].astype(np.int64)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
+        counts, ended = self._append(rows, committed, places, stopped > 0, found)
         accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
         table.accepted[rows] += accepted

@@ -7,54 +7,68 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
+from typing import Any
 
+import numpy as np
+
+from tinyspec.config import EngineConfig
 from tinyspec.engine.commit import Committer
-from tinyspec.engine.drafter import OWN, Drafter, FastPath, NgramDrafter, proposals
-from tinyspec.engine.launcher import InFlightPass, Launcher
-from tinyspec.engine.trace import Trace
+from tinyspec.engine.drafter import Drafter, NgramDrafter, proposals
+from tinyspec.engine.in_flight import Comparison, InFlightPass, special_row
+from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
+from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.runner.sampler import Sampler
+from tinyspec.runner.processors import SpecialRow
+from tinyspec.runner.sampler import SampleBatch, Sampler, Sampling
+from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import PassRecord
+from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
 
+# Records of passes that are kept without a trace.
+RECORDS_KEPT = 1000
+# Where tokens come from outside logits are what is wanted.
+SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps_logits=True)
 # Columns of the sequence table: code of the user's, or more than ids, has part in sampling or
 # committing what a sequence gets.
 SPECIAL = ("special_sampling", "special_commit", "scores_prompt")
 
 
-@dataclass(eq=False)
 class EngineCore:
     """Runs scheduler, runner, sampler and committer in turn; keeps a record of each pass, and with
     ``trace`` what became of its rows."""
 
-    admission: Admission
-    scheduler: Scheduler
-    runner: ModelRunner
-    sampler: Sampler
-    committer: Committer
-    drafter: Drafter
-    records: deque[PassRecord]
-    overlap: bool = False
-    trace: Trace | None = None
-    thinker: Thinker | None = None
-    _under_way: InFlightPass | None = None
-    _proposed: int = 0
-    _looked_up: int = 0
-
-    def __post_init__(self) -> None:
-        self.table, self.stats = self.admission.table, self.admission.stats
-        self.launcher = Launcher(self.admission, self.runner, self.sampler, self.thinker)
+    def __init__(
+        self,
+        config: EngineConfig,
+        admission: Admission,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        tokenizer: Any,
+        thinker: Thinker | None,
+    ):
+        self.admission, self.table, self.stats = admission, admission.table, admission.stats
+        self.runner, self.drafter, self.thinker = runner, drafter, thinker
+        self.scheduler = Scheduler(config, admission, runner.buckets)
+        self.sampler = Sampler(runner.kernels)
+        self.committer = Committer(admission, tokenizer, runner, thinker)
+        kept = PASSES_KEPT if config.trace is True else int(config.trace)
+        self.trace = Trace(kept, tokenizer) if kept else None
+        self.records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
+        self._overlap = config.overlap
+        self._under_way: InFlightPass | None = None
+        self._proposed = self._looked_up = 0
 
     @property
     def drafts_by_user(self) -> bool:
         """Whether drafts come from the user's drafter or model."""
-        return not isinstance(self.drafter, OWN)
+        return not isinstance(self.drafter, NgramDrafter | None)
 
     def propose(self) -> None:
         """Before a step: draft for sequences without drafts, their given tokens or what the drafter
@@ -63,7 +77,8 @@ class EngineCore:
         table, rows = self.table, self.table.rows
         if self._is_under_way:
             return
-        if isinstance(self.drafter, OWN) and self.drafter.pauses:
+        drafter = self.drafter
+        if drafter is None or (isinstance(drafter, NgramDrafter) and drafter.pauses):
             if not table.any("given"):
                 return
             rows = rows[table.given[rows]]
@@ -80,10 +95,10 @@ class EngineCore:
                 self._draft(sequence, given[place : place + limit])
             elif sequence.pending == 1:
                 asked.append((sequence, limit))
-        if not asked:
+        if not asked or drafter is None:
             return
         histories, most = [one.history for one, _ in asked], max(limit for _, limit in asked)
-        found = proposals(self.drafter, histories, most)
+        found = proposals(drafter, histories, most)
         for (sequence, limit), drafts in zip(asked, found, strict=True):
             if isinstance(drafts, Exception):
                 self.committer.fail(sequence, f"the drafter raised {named(drafts)}", drafts)
@@ -108,7 +123,7 @@ class EngineCore:
         done, committer = self._next(), self.committer
         if done is None:
             return
-        if self.overlap:
+        if self._overlap:
             self._under_way = self._look_ahead(done)
         before = [] if self.trace is None else self.trace.before(done)
         results = None
@@ -142,12 +157,12 @@ class EngineCore:
         work_pass = self.scheduler.schedule()
         if work_pass is None:
             return None
-        return self.launcher.launch(*self.launcher.pack(work_pass))
+        return self.launch(self.pack(work_pass))
 
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
         without them: what they would change is left out when they are committed."""
-        ahead = isinstance(self.drafter, FastPath) and launched.predictable
+        ahead = self.drafter is None and launched.predictable
         # A plan that is not launched would leave its mark on the next one: nothing that may not
         # be in the pass is planned.
         if not ahead or any(map(self.table.any, SPECIAL)) or not launched.alive.all():
@@ -155,9 +170,96 @@ class EngineCore:
         with launched.committed_ahead():
             if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
-            packed = self.launcher.pack(work_pass, launched)
+            packed = self.pack(work_pass, launched)
         # Code of the user's in the model may end requests: the table is set back by then.
-        return self.launcher.launch(*packed)
+        return self.launch(packed)
+
+    def launch(self, launched: InFlightPass) -> InFlightPass:
+        """Start what ``pack`` has drawn up."""
+        launched.pending = Pending(partial(self.compute, launched))
+        return launched
+
+    def pack(self, work_pass: Pass, before: InFlightPass | None = None) -> InFlightPass:
+        """A pass with all that it is on the device: what runs there reads nothing that may change
+        meanwhile, and raises what went wrong here as well.
+
+        before: a pass whose results are not in, as if it were committed (``committed_ahead``).
+        """
+        launched = InFlightPass.of(work_pass, self.admission)
+        try:
+            self._draw_up(launched, before)
+        except Exception as error:
+            launched.error = error
+        return launched
+
+    def _draw_up(self, launched: InFlightPass, before: InFlightPass | None) -> None:
+        runner, works, table = self.runner, launched.works, self.table
+        launched.before, launched.samples = before, self._samples(launched)
+        fresh, unscored = self.admission.pool.take_fresh(), launched.unscored
+        ends, yields = works.cu_rows, works.yields
+        wanted = np.arange(len(works)) if works.single else spread(ends - yields, yields)
+        newest = None
+        if unscored:  # these rows come first
+            more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p, _ in unscored]
+            wanted = np.concatenate([more, wanted])
+            tokens = np.array([token for *_, token in unscored])
+            launched.targets = to_device(tokens, runner.device)
+        if before is not None:
+            sources = before.sources(works.rows)
+            drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]
+            some = np.flatnonzero((sources >= 0) & drawn)
+            newest = np.stack([ends[some] - 1, sources[some]])
+        if launched.verifies:
+            launched.comparison = Comparison(launched, before, runner.device)
+        launched.packed = runner.memory.pack(launched.work_pass, fresh, wanted, newest)
+        if self.thinker is not None:
+            launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
+
+    def compute(self, launched: InFlightPass) -> Sampling:
+        """The forward, what is sampled from its logits, and decisions on drafts."""
+        if launched.error is not None:
+            raise launched.error
+        runner, sampler, hooks = self.runner, self.sampler, None
+        if self.thinker is not None and launched.thinking is not None:
+            hooks = launched.thinking.hooks(*self.thinker.model.layers)
+        before, launched.before = launched.before, None
+        newest = None if before is None else before.tokens
+        logits, prompt_logprobs = runner.run(launched.packed, newest, hooks), None
+        if (targets := launched.targets) is not None:
+            first = len(targets)
+            prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], targets)
+            logits = logits[first:]
+        sampling = sampler.sample(logits, launched.samples)
+        sampling.prompt_logprobs = prompt_logprobs
+        if (comparison := launched.comparison) is not None:
+            given = sampler.kernels, runner.page_size, sampling.tokens, newest
+            sampling.decisions = comparison.run(*given)
+        return sampling
+
+    def _samples(self, launched: InFlightPass) -> SampleBatch:
+        """What the sampler needs to know of every token."""
+        table, works, counts = self.table, launched.works, launched.new.counts
+        row, position = launched.new.rows, works.ends[launched.work]
+        logits_row = (works.cu_tokens - works.yields)[launched.work]
+        if not works.single:
+            row, logits_row = row.repeat(counts), spread(logits_row, counts)
+            position = spread(position - counts + 1, counts)
+        names = ("key", "temperature", "top_k", "top_p", "min_p")
+        key, temperature, top_k, top_p, min_p = (getattr(table, name)[row] for name in names)
+        wanted = bool(table.places("logprobs_wanted", row))
+        owners = {n: table.sequences[row[n]] for n in table.places("special_sampling", row)}
+        for n, sibling in launched.siblings:
+            place = int(launched.new.firsts[n])
+            key[place] = sibling.key
+            if place in owners:
+                owners[place] = sibling
+        special = {
+            n: SUPPLIED if one.request.supplied else special_row(one, int(position[n]))
+            for n, one in owners.items()
+        }
+        return SampleBatch(
+            logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
+        )
 
     def drain(self) -> None:
         """Wait for a pass that is under way, and drop it: whoever goes on runs it again. What it

@@ -33,15 +33,6 @@ class Drafter(Protocol):
         ...
 
 
-class FastPath:
-    """The default: proposes nothing, so drafts come from decode rows on the fast path."""
-
-    pauses = True
-
-    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
-        return [[] for _ in sequences]
-
-
 class NgramDrafter:
     """What followed the same last tokens earlier in the text (prompt lookup decoding).
 
@@ -94,10 +85,6 @@ class NgramDrafter:
             setattr(self, name, getattr(self, name) * REMEMBERS + more)
 
 
-# Those that run no code of the user's; asked where they do not pause.
-OWN = (FastPath, NgramDrafter)
-
-
 class ModelDrafter:
     """Greedy continuations by an assistant model with the same vocabulary."""
 
@@ -116,15 +103,16 @@ class ModelDrafter:
         return proposals
 
 
-def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -> Drafter:
-    """The drafter that ``choice`` names (as ``EngineConfig.drafter``), for the model ``served``.
+def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -> Drafter | None:
+    """The drafter that ``choice`` names (as ``EngineConfig.drafter``), for the model ``served``;
+    None: drafts are decode rows on the fast path.
 
     Raises ValueError naming ``field``.
     """
     if choice is served:
         raise refuse(field, type(choice).__name__, "another model than the one served")
     if choice is None:
-        return FastPath()
+        return None
     if choice == "ngram":
         return NgramDrafter()
     if isinstance(choice, PreTrainedModel):

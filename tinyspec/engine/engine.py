@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
-from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.drafter import Drafter, make_drafter
+from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
 from tinyspec.engine.lock import OneProcess, locked
 from tinyspec.engine.request_tracker import ASKED, RequestTracker
 from tinyspec.engine.results import EventStream, output_of, scores_of
-from tinyspec.engine.trace import PASSES_KEPT, Trace
+from tinyspec.engine.trace import Trace
 from tinyspec.errors import refuse, unsupported
 from tinyspec.interrupts import between_steps, flush
 from tinyspec.kernels import backend
@@ -32,20 +30,16 @@ from tinyspec.outputs import RequestOutput
 from tinyspec.runner.kv_cache import most_pages
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
-from tinyspec.runner.sampler import Sampler
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.buckets import Buckets, ladder
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
-from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
-# Records of passes that are kept without a trace.
-RECORDS_KEPT = 1000
 
 
 class Engine(OneProcess):
@@ -53,7 +47,7 @@ class Engine(OneProcess):
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
     inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
-    one page, ``reserve`` adds more (not where ``config`` sets ``num_pages``). A context manager.
+    one page, ``reserve`` makes room (not where ``config`` sets ``num_pages``). A context manager.
 
     Threads may share one: requests of all, and the user's code in them, run in the same passes in
     any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
@@ -70,8 +64,6 @@ class Engine(OneProcess):
     Raises UnsupportedModelError, or ValueError for a setting that does not fit.
     """
 
-    closed: str | None = "not finished"
-
     @between_steps()
     def __init__(
         self,
@@ -85,46 +77,33 @@ class Engine(OneProcess):
             raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
         own, thinking = unwrapped(model)
-        config = config.resolve(device_type=own.device.type, model_positions=max_positions(own))
-        if (reason := backend.refusal(config.backend, own.device.type)) is not None:
+        device = own.device.type
+        config = config.resolve(device_type=device, model_positions=max_positions(own))
+        assert config.page_size and config.max_rows and config.reference_rows
+        if (reason := backend.refusal(config.backend, device)) is not None:
             raise refuse("backend", config.backend, reason)
         drafter = make_drafter(config.drafter, own)
         self.model, self.tokenizer, self.config = own, tokenizer, config
-        self.autocast = autocast_of(model, own.device.type)
+        self.autocast = autocast_of(model, device)
         if self.autocast is not None and thinking is not None:
             raise unsupported(model, "thinking is not served under autocast")
-        self._grows = grows and config.num_pages is None
-        self._thinking = thinking
+        self._grows, self._thinking = grows and config.num_pages is None, thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
-        self.served = install(own, config, thinking, self.autocast)
-        most = 1 if self._grows else most_pages(config, self.served)
-        self._build(drafter, kernels, most)
-        flush()
-        self.closed = None
-
-    def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
-        config = self.config
-        assert config.page_size
-        buckets = Buckets.of(config, self.model.device.type)
-        self.pool = PagePool(num_pages, config.page_size)
-        self.admission = admission = Admission(config, self.pool)
-        scheduler = Scheduler(config, admission, buckets)
-        self.runner = runner = ModelRunner(self.served, self.pool, kernels, buckets, config)
-        check_parity(self.served, runner)
-        committer = Committer(admission, self.tokenizer, runner, self._thinker)
-        kept = PASSES_KEPT if config.trace is True else int(config.trace)
-        trace = Trace(kept, self.tokenizer) if kept else None
-        records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
-        extra = self._served_blocks(self.served)
-        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
-        self.core = EngineCore(*parts, bool(config.overlap), trace, self._thinker)
-        self.contract = Contract(runner, extra, self._renew)
+        self.served = served = install(own, config, thinking, self.autocast)
+        buckets = Buckets(config.max_rows, config.reference_rows, ladder(config, device))
+        num_pages = 1 if self._grows else most_pages(config, served)
+        self.pool = pool = PagePool(num_pages, config.page_size)
+        self.admission = admission = Admission(config, pool)
+        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config)
+        check_parity(served, runner)
+        self.core = EngineCore(config, admission, runner, drafter, tokenizer, self._thinker)
+        self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
-        given = (self.model, self.tokenizer, config, self.pool, self._thinker)
-        self._inputs = InputProcessor(*given)
+        self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker)
         self._outputs: list[RequestOutput] = []
+        flush()
 
     def _renew(self) -> None:
         """Serve the model as it is now, which has another structure."""
@@ -150,6 +129,11 @@ class Engine(OneProcess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> str | None:
+        """Why it runs nothing any more."""
+        return self.tracker.closed
+
     def close(self) -> None:
         """Abort what is unfinished and give the memory back.
 
@@ -157,8 +141,7 @@ class Engine(OneProcess):
         """
         if self.closed is None:
             with self.lock("close"):
-                self.closed = "closed"
-                self.tracker.close(self.closed)
+                self.tracker.close()
                 self.core.drain()
                 self.runner.release()
 
@@ -183,9 +166,8 @@ class Engine(OneProcess):
 
         given: as transformers' from_pretrained takes it: ``revision, trust_remote_code, token,
         cache_dir, local_files_only, subfolder`` (of the tokenizer too), ``variant,
-        use_safetensors, quantization_config, attn_implementation``; ``torch_dtype`` in place of
-        dtype, and ``device_map`` that means one device in place of device. Where no tokenizer was
-        saved, prompts are token ids. Raises ValueError naming what cannot be loaded or served.
+        use_safetensors, quantization_config, attn_implementation``. Where no tokenizer was saved,
+        prompts are token ids. Raises ValueError naming what cannot be loaded or served.
         """
         return cls(*load(name_or_path, dtype, device, **given), config)
 
@@ -221,15 +203,21 @@ class Engine(OneProcess):
 
     @locked
     def reserve(self, num_pages: int) -> None:
-        """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay."""
+        """Have a page pool of ``num_pages``, or as large as memory allows. A larger one is larger
+        by a quarter at least, and new: what runs is computed again."""
         self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
-            self.core.drain()
             most = most_pages(self.config, self.served, self.runner.pages_taken)
-            if (pages := min(num_pages, most)) > there:
-                self.runner.extend(pages)
-                self.pool.resize(pages)
+            if (pages := min(max(num_pages, there + there // 4), most)) > there:
+                self.core.drain()
+                self._give_back(pages)
+
+    def _give_back(self, num_pages: int) -> None:
+        """Free the page pool's memory; the next pass takes that of ``num_pages``."""
+        self.admission.forget_pages()
+        self.runner.release()
+        self.pool.resize(num_pages)
 
     @locked
     def release(self) -> None:
@@ -238,10 +226,7 @@ class Engine(OneProcess):
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("release")
-        self.admission.forget_pages()
-        self.runner.release()
-        if self._grows:
-            self.pool.resize(1)
+        self._give_back(1 if self._grows else self.pool.num_pages)
 
     @property
     def fingerprint(self) -> str:
@@ -336,21 +321,10 @@ class Engine(OneProcess):
         return self.ready().requests(prompts, params)
 
     @locked
-    def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
-        """Queue what ``prepare`` made; committed tokens as they come. ``drafter`` replaces the
-        engine's from now on."""
-        if drafter is not None:
-            self.core.drafter = drafter
+    def follow(self, requests: list[Request]) -> EventStream:
+        """Queue what ``prepare`` made; committed tokens as they come."""
         self.tracker.add(requests)
         return EventStream(requests, self.tokenizer, self.tracker, self)
-
-    def run(self, requests: list[Request], drafter: Drafter | None = None) -> None:
-        """Run what ``prepare`` made to its end, or to the first abort, which ends all; what they
-        have got is in their sequences. ``drafter`` as for ``follow``."""
-        if drafter is not None:
-            with self.lock("generate"):
-                self.core.drafter = drafter
-        self.tracker.run(requests, until_abort=True)
 
     def add_request(
         self, prompt: Any, params: SamplingParams | None = None, priority: int = 0

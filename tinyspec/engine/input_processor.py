@@ -36,10 +36,7 @@ from tinyspec.thinking.thinker import Thinker
 DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 # What of transformers' from_pretrained is handed on: to the tokenizer's too, and in all.
 SHARED = {"revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder"}
-LOADING = {"attn_implementation", "device_map", "quantization_config", "torch_dtype", "variant"}
-LOADING |= {"use_safetensors"} | SHARED
-# Values of device_map that mean one device where there is but one.
-SPREADS = {"auto", "balanced", "balanced_low_0", "sequential"}
+LOADING = {"attn_implementation", "quantization_config", "use_safetensors", "variant"} | SHARED
 # One of these files is there where a tokenizer was saved.
 TOKENIZERS = [
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model"),
@@ -143,9 +140,8 @@ class InputProcessor:
             request.tokenizer = self.tokenizer_parts(params)
         if params.thinking:
             assert self.thinker is not None
-            size, root = self.thinker.config.chunk_size, self.thinker.root
-            window = self.config.thinking_window
-            request.thoughts = Thoughts(size, len(prompt), window, root=root)
+            size, window = self.thinker.config.chunk_size, self.config.thinking_window
+            request.thoughts = Thoughts(size, len(prompt), window)
         return request
 
     def tokenizer_parts(self, params: SamplingParams) -> Parts:
@@ -238,10 +234,7 @@ def load(
         if name in EngineConfig.__dataclass_fields__:
             there = f"EngineConfig({name}=...) as config"
         raise refuse(name, given[name], there)
-    place = _one_device(device, given.pop("device_map", None))
-    if "torch_dtype" in given and dtype != "auto":
-        raise refuse("torch_dtype", given["torch_dtype"], f"left out beside dtype={dtype!r}")
-    dtype = given.pop("torch_dtype", dtype)
+    place = checked_device(device)
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
@@ -268,18 +261,3 @@ def load(
         raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
     moves = model.device.type != place.type or place.index not in (None, model.device.index)
     return model.to(place) if moves else model, tokenizer
-
-
-def _one_device(device: str | torch.device, device_map: Any) -> torch.device:
-    """What ``device`` says, or in its place transformers' ``device_map``, where it means one."""
-    if device_map is None:
-        return checked_device(device)
-    if device != "auto":
-        raise refuse("device_map", device_map, f"left out beside device={device!r}")
-    places = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
-    if places <= SPREADS and torch.cuda.device_count() < 2:
-        return checked_device("auto")
-    if len(places) != 1 or places & SPREADS:
-        raise refuse("device_map", device_map, "one device for the whole model, as 'cuda:0'")
-    (place,) = places
-    return checked_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")

@@ -239,8 +239,6 @@ class RequestTracker:
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason:
                 self._core.committer.end(sequence, reason)
-        if self._core.trace is not None:
-            self._core.trace.supplied(sequences)
         self._finish()
 
     def _finish(self) -> None:
@@ -285,9 +283,9 @@ class RequestTracker:
         """As ``cancel``, at any line of any thread, as finalizers are: by the next call or step."""
         self._dropped += filter(self._unfinished, requests)
 
-    def close(self, why: str) -> None:
-        """Abort all; no request can be added any more, which is refused with ``why``."""
-        self.closed = why
+    def close(self) -> None:
+        """Abort all; no request can be added any more."""
+        self.closed = "closed"
         self.queued.clear()
         self._abort(self.requests.values(), "the engine was closed")
 

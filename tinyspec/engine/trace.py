@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinyspec.engine.launcher import Fetched, InFlightPass
+from tinyspec.engine.in_flight import InFlightPass
 from tinyspec.outputs import CompletionStats
+from tinyspec.runner.sampler import Sampled
 from tinyspec.scheduler.passes import KINDS, PassRecord
 from tinyspec.scheduler.request import Sequence
 
@@ -125,7 +126,7 @@ class Trace:
         self,
         done: InFlightPass,
         before: list[Before],
-        results: Fetched | None,
+        results: Sampled | None,
         began: float,
         ended: list[Sequence],
     ) -> None:
@@ -143,7 +144,7 @@ class Trace:
         rows |= {"padding": done.record.padding}
         self._kept.append(TracedPass(done.record, began, list(works.values()), rows))
 
-    def _work(self, done: InFlightPass, results: Fetched | None, before: Before) -> TracedWork:
+    def _work(self, done: InFlightPass, results: Sampled | None, before: Before) -> TracedWork:
         (n, sequence, length, drafts), works = before, done.works
         stats, told = sequence.stats, self._told.get(sequence, CompletionStats())
         self._told[sequence] = replace(stats)
@@ -166,7 +167,7 @@ class Trace:
             if results is not None:
                 place = done.work.tolist().index(n)
                 first, count = done.new.firsts[place], done.new.counts[place]
-                sampled = results.sampled.tokens[first : first + count].tolist()
+                sampled = results.tokens[first : first + count].tolist()
                 work.targets = [token for token in sampled if token >= 0]
         elif kind == PROMPT:
             work.read = sequence.ids(work.start, work.start + min(work.rows, READ_KEPT))
@@ -176,16 +177,6 @@ class Trace:
                 work.kv_drafts = int(works.ends[n]) - work.kv
             work.proposed -= len(work.drafts)
         return work
-
-    def supplied(self, sequences: list[Sequence]) -> None:
-        """Each has got a token from outside, after a pass."""
-        known = {work.lane: work for work in self._kept[-1].works}
-        for sequence in sequences:
-            new = TracedWork.of(sequence)
-            work = known.setdefault(new.lane, new)
-            work.tokens += sequence.ids(sequence.length - 1, sequence.length)
-            work.end = sequence.finish_reason
-        self._kept[-1].works[:] = known.values()
 
     def passes(self) -> list[TracedPass]:
         """The passes that are kept, in order."""

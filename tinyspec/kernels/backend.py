@@ -23,10 +23,8 @@ from torch import Tensor
 # logs, no product depends on.
 PREFIXES = ("CUBLAS", "TORCH_CUBLAS", "NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUDA_LT")
 LOGS = "_LOG"
-# Sizes of workspaces, which torch tells since 2.13.
-WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 MODULES = {
-    "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states"),
+    "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states", "experts"),
     "torch": ("twins.layers", "twins.attention", "twins.sample"),
 }
 
@@ -46,6 +44,9 @@ class Kernels:
     linear: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     gated: Callable[..., Any]
+    sort_by_expert: Callable[..., Any]
+    grouped_linear: Callable[..., Any]
+    add_experts: Callable[..., Any]
 
 
 @dataclass
@@ -123,12 +124,7 @@ def load(backend: str) -> Kernels:
     on a CPU it need not be installed.
     """
     assert backend in MODULES, backend
-    modules = [import_module(f"{__package__}.{name}") for name in MODULES[backend]]
-    wanted = [field.name for field in fields(Kernels) if field.name != "backend"]
-    found = {
-        name: getattr(module, name)
-        for module in modules
-        for name in wanted
-        if hasattr(module, name)
-    }
-    return Kernels(backend, **found)
+    found: dict[str, Any] = {}
+    for name in MODULES[backend]:
+        found |= vars(import_module(f"{__package__}.{name}"))
+    return Kernels(backend, **{each.name: found[each.name] for each in fields(Kernels)[1:]})

@@ -186,6 +186,32 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
+@triton.jit
+def product(
+    x_tile,
+    w_tile,
+    w_step,
+    row_mask,
+    n_mask,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sums of a tile over all of K, in the one order that there is: pointers [BLOCK_M, BLOCK_K] and
+    [BLOCK_K, BLOCK_N] to the first numbers, and masks -> [BLOCK_M, BLOCK_N] fp32."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k_mask = start + k < width
+        x = tl.load(x_tile, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        w = tl.load(w_tile, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
+        x_tile += BLOCK_K
+        w_tile += w_step
+    return acc
+
+
 @kernel(["bias_ptr"])
 def linear_kernel(
     x_ptr,  # [R, K]
@@ -220,14 +246,7 @@ def linear_kernel(
         w_tile = weight_ptr + (n * stride_w)[None, :] * VEC_K + k[:, None]
         w_step = BLOCK_K
 
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, width, BLOCK_K):
-        k_mask = start + k < width
-        x = tl.load(x_tile, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-        w = tl.load(w_tile, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-        x_tile += BLOCK_K
-        w_tile += w_step
+    acc = product(x_tile, w_tile, w_step, row_mask, n_mask, width, BLOCK_M, BLOCK_N, BLOCK_K)
 
     bias = tl.load(bias_ptr + n, mask=n < num_bias, other=0.0)
     out = (acc + bias.to(tl.float32)[None, :]).to(out_ptr.dtype.element_ty)

@@ -99,7 +99,6 @@ def _norm_rotate(
     head,
     head_mask,
     stride_x,
-    stride_out,
     eps,
     NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -119,7 +118,7 @@ def _norm_rotate(
     rest = ROT + tl.arange(0, REST_PAD)
     rest_mask = rest < D
     x_row = x_ptr + head[:, None] * stride_x
-    out_row = out_ptr + head[:, None] * stride_out
+    out_row = out_ptr + head[:, None] * D
 
     total = tl.zeros([head.shape[0]], tl.float32)
     if ROT > 0:
@@ -206,7 +205,6 @@ def kv_write_kernel(
             head,
             head < q_heads,
             stride_qh.to(tl.int64) * VEC,
-            D,
             eps,
             NORM=NORM_Q,
             INTERLEAVED=INTERLEAVED,
@@ -235,7 +233,6 @@ def kv_write_kernel(
                 head,
                 head_mask,
                 stride_kh.to(tl.int64) * VEC,
-                D,
                 eps,
                 NORM=NORM_K,
                 INTERLEAVED=INTERLEAVED,

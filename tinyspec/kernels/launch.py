@@ -125,6 +125,9 @@ _LINEAR = {
 GATED = RowLaunch(1024, num_warps=2)
 SAMPLE = RowLaunch(4096, num_warps=4)
 ACCEPT = RowLaunch(32, num_warps=1)
+# Of pairs of a row and an expert. Two loads of 16 bytes a lane; with more warps one would spill.
+SORT = RowLaunch(1024, num_warps=4)
+ADD_EXPERTS = RowLaunch(512, num_warps=1)
 
 # Attention's programs are as many as a device runs at a time; who computes what changes no bit.
 PROGRAMS_PER_SM = 2

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.gradients import Tape
-from tinyspec.model.shadow import share
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.trial import eps_name
 
@@ -90,16 +90,13 @@ Attend = Callable[..., tuple[Tensor, None]]
 class PendingRope(NamedTuple):
     """The rotation of a layer's q and k that is left to the KV write.
 
-    owner: the layer's ``DeferredRope``. q, k: unrotated. whole: the attention interface gets these
-    very tensors. angles: cos and sin [R, rot].
+    owner: the layer's ``DeferredRope``. q, k: unrotated. angles: cos and sin [R, rot].
     """
 
-    owner: object
+    owner: Any
     q: Tensor
     k: Tensor
-    whole: bool
     angles: tuple[Tensor, Tensor]
-    interleaved: bool
 
 
 class AttentionContext:
@@ -175,6 +172,11 @@ class AttentionContext:
 
         return block
 
+    @property
+    def canonical(self) -> bool | None:
+        """Whether the running pass is; None outside of passes."""
+        return None if self.metadata is None else self.metadata.exact
+
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
         return self.metadata is not None and self.thread == get_ident()
@@ -194,7 +196,7 @@ class AttentionContext:
             return None
         rope, self._pending = self._pending, None
         own = rope.owner is vars(module).get("tinyspec_rope")
-        if not own or (rope.whole and not (q is rope.q and k is rope.k)):
+        if not own or (rope.owner.whole and not (q is rope.q and k is rope.k)):
             raise RuntimeError(
                 f"{type(module).__name__} called attention with other q and k than were rotated "
                 "before, unlike when the model was loaded: this must not depend on its rows"
@@ -258,8 +260,9 @@ class AttentionContext:
         q, k, v = self.autocast.cast(q, k, v)
         scores |= vars(layer.reach)  # window and chunk
 
-        def write(q: Tensor, k: Tensor, v: Tensor, **norm: Any) -> Tensor:
+        def write(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, **norm: Any) -> Tensor:
             given, derived = (q, k, v, cos, sin, k_cache, v_cache, slots), metadata.derived
+            norm |= zip(("q_weight", "k_weight"), weights, strict=False)
             return kernels.fused_kv_write(*given, derived=derived, **norm)
 
         def written() -> Tensor:
@@ -278,10 +281,7 @@ class AttentionContext:
 
 
 class PagedAttention(nn.Module):
-    """Attention over pages with q, k, v and o projections, RoPE and optional q/k norm.
-
-    Shares weights, children and hooks of the module that it replaces.
-    """
+    """Attention over pages with q, k, v and o projections, RoPE and optional q/k norm."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -290,20 +290,13 @@ class PagedAttention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(
-        self, original: nn.Module, context: AttentionContext, scale: float, softcap: float = 0.0
-    ):
-        super().__init__()
-        share(self, original)
-        self.context = context
-        self.config: Any = original.config
-        self.head_dim: int = original.head_dim  # type: ignore[assignment]
-        self.scores = {"scale": scale, "softcap": softcap}
-        self.has_norm = hasattr(original, "q_norm")
+    head_dim: int
+    tinyspec_context: AttentionContext
+    tinyspec_scores: dict[str, float]
 
     def _norm(self) -> dict[str, Any]:
         """What the KV write needs to norm q and k: the weights may have been replaced."""
-        if not self.has_norm:
+        if "q_norm" not in self._modules:
             return {}
         q, k = self.q_norm, self.k_norm
         return {"q_weight": q.weight, "k_weight": k.weight, "eps": getattr(q, eps_name(q))}
@@ -314,9 +307,18 @@ class PagedAttention(nn.Module):
         """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
         rows, linears = hidden_states.shape[1], (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (linear(hidden_states).view(rows, -1, self.head_dim) for linear in linears)
-        rope = self.context.angles(position_embeddings)
-        out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)
+        context, scores = self.tinyspec_context, self.tinyspec_scores
+        rope = context.angles(position_embeddings)
+        out = context.attend(self, q, k, v, rope, self._norm(), **scores)
         return self.o_proj(out.view(1, rows, -1)), None
+
+
+def fused_attention(
+    module: nn.Module, context: AttentionContext, scale: float, softcap: float
+) -> PagedAttention:
+    """The stand-in of an attention module that has its parts."""
+    scores = {"scale": scale, "softcap": softcap}
+    return standing_in(module, PagedAttention, tinyspec_context=context, tinyspec_scores=scores)
 
 
 def paged_attention_function(
@@ -338,7 +340,7 @@ def paged_attention_function(
         return context.recorder(module, query, key, value, attention_mask, scale=scale, **known)
     rope = context.take_rope(module, query, key)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    form = {"interleaved": True} if rope and rope.interleaved else {}
+    form = {"interleaved": True} if rope and rope.owner.rope.interleaved else {}
     scores = {"scale": scale, "softcap": softcap or 0.0, "sinks": s_aux}
     out = context.attend(module, q, k, v, rope and rope.angles, form, **scores)
     return out[None], None

@@ -26,9 +26,9 @@ from tinyspec.model.attention import (
     AttentionCall,
     AttentionContext,
     ModuleCall,
-    PagedAttention,
     PendingRope,
     Reach,
+    fused_attention,
 )
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
@@ -91,7 +91,7 @@ class DeferredRope:
         if not context.serves() or list(cos.shape[:2]) != [1, q.shape[2]]:
             return self.rotate(q, k, cos, sin, *args, **kwargs)
         angles = context.angles((cos, sin), layout=rope)
-        context.leave_rope(PendingRope(self, q, k, self.whole, angles, rope.interleaved))
+        context.leave_rope(PendingRope(self, q, k, angles))
         self.left = True
         return q, k
 
@@ -231,7 +231,7 @@ def fused(trial: Trial) -> list[Make]:
     own = any(isinstance(norm, nn.Module) and own_forward(norm) is not None for norm in norms)
     if own or not all(hasattr(module, part) for part in parts):
         return []
-    return [partial(PagedAttention, scale=call.scale, softcap=call.shape.softcap)]
+    return [partial(fused_attention, scale=call.scale, softcap=call.shape.softcap)]
 
 
 def rope_left_out(trial: Trial) -> list[Make]:

@@ -1,14 +1,14 @@
-"""Linear layers on a CPU: other operators than torch's default, on the model's own weights, the
-switch of fast mode that they ask, and the heap that their results come from.
+"""Linear layers on a CPU: other operators than torch's default, on the model's own weights, and the
+heap that their results come from.
 
 fp32: oneDNN's product, which is faster. The operator is private to torch (inductor emits it):
 where it is missing, layers stay as they are.
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
 hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
-Both define canonical bits: the fingerprint names the classes. In fast mode (``FastMode``) the
-fastest operator serves any row count: the same product with its operands swapped, or torch's
-default: for few rows in fp32 (MKL, on an Intel CPU), for many in bf16.
+Both define canonical bits: the fingerprint names the classes. In passes that are not canonical
+(*fast mode*) the fastest operator serves any row count: the same product with its operands swapped,
+or torch's default: for few rows in fp32 (MKL, on an Intel CPU), for many in bf16.
 
 What a pass frees, glibc's heap keeps for the next one (``keep_freed_memory``).
 """
@@ -18,26 +18,16 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
 from tinyspec.model.linears import SharedLinear, is_plain
-
-
-@dataclass
-class FastMode:
-    """One switch, shared by the runner and all CPU stand-ins of a model.
-
-    on: the pass that runs is not canonical.
-    """
-
-    on: bool = False
-
+from tinyspec.model.shadow import standing_in
 
 # From malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -101,15 +91,14 @@ class CpuLinear(SharedLinear):
 
     in_features: int
     out_features: int
-
-    def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
-        super().__init__(linear)
-        self._fast_mode = fast_mode or FastMode()
+    tinyspec_context: AttentionContext
+    tinyspec_mkl_rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        fast = self.fast_product(x.numel() // self.in_features) if self._fast_mode.on else None
-        return product(self.product, x, self.weight, self.bias) if fast is None else fast(x)
+        fast = self.tinyspec_context.canonical is False
+        run = self.fast_product(x.numel() // self.in_features) if fast else None
+        return product(self.product, x, self.weight, self.bias) if run is None else run(x)
 
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
         """What fast mode computes in the place of ``product`` for so many rows, if another."""
@@ -134,12 +123,8 @@ class CpuLinear(SharedLinear):
 class OneDnnLinear(CpuLinear):
     """fp32, by oneDNN: rows times weight, or in fast mode weight times rows."""
 
-    def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
-        super().__init__(linear, fast_mode)
-        self._mkl_rows = _mkl_rows(linear.weight.numel())
-
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        if rows <= self._mkl_rows:
+        if rows <= self.tinyspec_mkl_rows:
             return self.default
         return self.product_swapped if self.faster_swapped(rows) else None
 
@@ -194,9 +179,7 @@ def _works() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def cpu_stand_ins(
-    model: nn.Module, fast_mode: FastMode | None = None
-) -> dict[nn.Module, nn.Module]:
+def cpu_stand_ins(model: nn.Module, context: AttentionContext) -> dict[nn.Module, nn.Module]:
     """By module, for every plain ``nn.Linear`` on a CPU whose dtype has one."""
     kinds: dict[torch.dtype, type[CpuLinear]] = {}
     if _works():
@@ -204,7 +187,12 @@ def cpu_stand_ins(
     if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
         kinds[torch.bfloat16] = TransposedLinear
     return {
-        module: kinds[module.weight.dtype](module, fast_mode)
+        module: standing_in(
+            module,
+            kinds[module.weight.dtype],
+            tinyspec_context=context,
+            tinyspec_mkl_rows=_mkl_rows(module.weight.numel()),
+        )
         for module in model.modules()
         if is_plain(module) and type(module) is nn.Linear
         if module.weight.device.type == "cpu" and module.weight.dtype in kinds

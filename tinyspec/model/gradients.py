@@ -62,11 +62,11 @@ def product(
 ) -> Tensor:
     """``run(x)``: rows x [..., in] times weight [out, in], plus bias [out], whatever computes it,
     and in which dtype; with gradients of all three where they are asked for."""
-    found: Tensor = evaluated(lambda x, *_: run(x), _of_product, x, weight, bias)
+    found: Tensor = evaluated(lambda x, *_: run(x), of_product, x, weight, bias)
     return found
 
 
-def _of_product(
+def of_product(
     asked: Sequence[bool], given: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> list[Tensor | None]:
     (x, weight, _), (grad,) = given, grads
@@ -171,12 +171,10 @@ class Tape:
         weights, sinks = [norm.pop(f"{x}_weight", None) for x in "qk"], scores.pop("sinks", None)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            named = dict(zip(("q_weight", "k_weight"), weights, strict=True))
-            return write(q, k, v, **named, **norm), written()
+            return write(q, k, v, *weights, **norm), written()
 
-        def plain(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            named: Any = dict(zip(("q_weight", "k_weight"), weights, strict=True))
-            return norm_and_rotate(q, k, angles, **named, **norm)
+        def plain(q: Tensor, k: Tensor, v: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
+            return norm_and_rotate(q, k, angles, *weights, **norm)
 
         q, k = recomputed(run, plain, *given, *weights)
         k, v = (x[: self.segments[-1].end] for x in (k, given[2]))

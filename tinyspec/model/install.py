@@ -156,7 +156,7 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         linear = served.autocast.casting(backend.load(config.backend).linear)
         served.swap(kernel_stand_ins(model, linear))
     if served.autocast.dtype is None:  # which they would not follow
-        served.swap(cpu_stand_ins(model, served.fast_mode))
+        served.swap(cpu_stand_ins(model, context))
 
 
 def _swap_attention(served: ServedModel, last: int) -> None:
@@ -169,7 +169,7 @@ def _swap_attention(served: ServedModel, last: int) -> None:
         made = stand_ins(calls, arguments, context)
     swapped = list(made)
     for stand_in in made.values():
-        if isinstance(stand_in, PagedAttention) and stand_in.has_norm:
+        if isinstance(stand_in, PagedAttention) and "q_norm" in stand_in._modules:
             swapped += [stand_in.q_norm, stand_in.k_norm]
     if (reason := swap_refusal(model, swapped)) is not None:
         raise unsupported(model, reason)

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
 from tinyspec.model.quantized import is_packed, layout
-from tinyspec.model.shadow import share
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.wrappers import has_hooks
 
 
@@ -97,22 +98,13 @@ def linear_weight(module: nn.Module) -> Tensor | None:
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# As ``nn.Linear`` and GPT-2's ``Conv1D`` call their sizes.
-SIZES = ("in_features", "out_features", "nx", "nf")
 
 
 class SharedLinear(nn.Module):
-    """Stands in for a linear layer: the same function, parameters, hooks and names of sizes."""
+    """Stands in for a linear layer: the same function of the same weights."""
 
     weight: Tensor
     bias: Tensor | None
-
-    def __init__(self, module: Any):
-        super().__init__()
-        share(self, module)
-        for name in SIZES:
-            if hasattr(module, name):
-                setattr(self, name, getattr(module, name))
 
 
 def matrix(module: Any) -> Tensor:
@@ -125,16 +117,14 @@ def matrix(module: Any) -> Tensor:
 class KernelLinear(SharedLinear):
     """A linear layer by the ``linear`` kernel."""
 
-    def __init__(self, module: nn.Module, linear: LinearFunction):
-        super().__init__(module)
-        self._linear = linear
+    tinyspec_linear: LinearFunction
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; every row by itself."""
         weight = matrix(self)
 
         def run(x: Tensor) -> Tensor:
-            out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
+            out = self.tinyspec_linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
             return out.view(*x.shape[:-1], weight.shape[0])
 
         return product(run, x, weight, self.bias)
@@ -148,7 +138,7 @@ def kernel_stand_ins(
     only: of these, the modules with these names (as in ``named_modules``); other names are ignored.
     """
     return {
-        module: KernelLinear(module, linear)
+        module: standing_in(module, KernelLinear, tinyspec_linear=linear)
         for name, module in model.named_modules()
         if only is None or name in only
         if is_plain(module) and module.weight.dtype in KERNEL_DTYPES
@@ -169,10 +159,10 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
 
 
 class RowTiles:
-    """The layers of one model, ``bound``, that run in tiles while ``on``."""
+    """The layers of one model, ``bound``, that run in tiles in canonical passes."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, context: AttentionContext) -> None:
+        self._context = context
         self.bound: list[nn.Module] = []
 
     def bind(self, modules: Iterable[nn.Module], height: int) -> None:
@@ -194,7 +184,7 @@ class RowTiles:
         def run(x: Tensor) -> Tensor:
             """x [..., R, in] -> [..., R, out]."""
             rows = x.shape[-2]
-            if not self.on or rows <= height or rows % height:
+            if not self._context.canonical or rows <= height or rows % height:
                 return forward(x)
             if x.numel() > rows * x.shape[-1]:
                 return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)

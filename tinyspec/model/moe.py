@@ -1,17 +1,18 @@
-"""Mixture-of-experts layers: by the linear kernel in canonical passes, else as the user chose.
+"""Mixture-of-experts layers: by kernels of their own in canonical passes, else as the user chose.
 
 How many rows an expert gets depends on the values of the rows, so no probe of shapes can prove its
-matmuls. Rows of the linear kernel do not depend on how many there are, and all other shapes here
+matmuls. Rows of ``grouped_linear`` do not depend on how many there are, and all other shapes here
 depend on the bucket alone: a row keeps its bits.
 
-Served are modules that call transformers' experts interface (``use_experts_implementation``) with
-unpacked weights [E, out, in], or [E, in, out] where they say so. Others stay as they are, and
-``probes/routing`` finds them. Knows neither routers nor which bucket is canonical.
+Served are modules that call transformers' experts interface (``use_experts_implementation``) with a
+gate, nothing behind the second matmul, and unpacked weights [E, out, in], or [E, in, out] where
+they say so. Others stay as they are, and the proof finds them. Knows neither routers nor which
+bucket is canonical.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from inspect import getclosurevars, isfunction
 from typing import Any
@@ -20,25 +21,27 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.twins.layers import add_experts
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.gradients import product
-from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
+from tinyspec.model.gradients import evaluated, of_product, recomputed
+from tinyspec.model.linears import KERNEL_DTYPES
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 
-# A norm that a module may have behind its experts.
-NORM = "post_expert_norm"
+# The names of the two matmuls.
+FIRST, SECOND = "gate_up_proj", "down_proj"
 # An implementation whose operator autocast does not know: it runs in the dtype of the weights.
 UNCAST = "grouped_mm"
 RowFunction = tuple[str, Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]
 
 
 class KernelExperts(nn.Module):
-    """Experts by the linear kernel in canonical passes (tinyspec_always: in all), else as the user
+    """Experts by the kernels in canonical passes (tinyspec_always: in all), else as the user
     has chosen.
 
-    tinyspec_slots: experts per row in the last call by the kernel.
+    tinyspec_slots: experts per row in the last call by the kernels.
     """
 
     config: Any
@@ -56,7 +59,7 @@ class KernelExperts(nn.Module):
             return own
         vars(self)["tinyspec_slots"] = top_k_index.shape[1]
         with context.autocast.off():
-            return kernel_forward(self, *given, context.kernels.linear, self.autocast)
+            return kernel_forward(self, *given, context.kernels, self.autocast)
 
     @property
     def autocast(self) -> Autocast:
@@ -70,61 +73,53 @@ def kernel_forward(
     hidden_states: Tensor,
     index: Tensor,
     weights: Tensor,
-    linear: LinearFunction,
+    kernels: Kernels,
     autocast: Autocast = NO_AUTOCAST,
 ) -> Tensor:
-    """hidden_states [R, H], index and weights [R, k] -> [R, H] by the linear kernel.
+    """hidden_states [R, H], index and weights [R, k] -> [R, H] by the kernels of experts.
 
-    Everything but the matmuls runs on pairs of a row and an expert, [R * k, ...], sorted by row. A
-    row's experts are added in fp32 in ascending order of their numbers: the order in which the
-    router names them does not matter.
+    Everything between the matmuls runs on pairs of a row and an expert, [R * k, ...]. The order in
+    which the router names a row's experts does not matter.
     """
-    rows, slots = index.shape
-    index, order = index.sort(dim=1, stable=True)
-    weights = weights.gather(1, order)
-    chosen = index.flatten()
-    counts = torch.bincount(chosen).tolist()
-    pairs = chosen.argsort(stable=True)
-    place = pairs.argsort()
+    pairs, starts = kernels.sort_by_expert(index, len(module.down_proj))
 
     def project(name: str, x: Tensor) -> Tensor:
-        """x [R * k, in], sorted by expert; so many rows for each of the first experts."""
+        """x [R * k, in] -> [R * k, out]."""
         weight: Tensor = getattr(module, name)
         if module.is_transposed:
             weight = weight.transpose(1, 2)
-        parts = x.to(autocast.dtype or weight.dtype).split(counts)
-        biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weight)
-        found = [
-            product(lambda x, w=each, b=bias: linear(x, *autocast.cast(w, b)), part, each, bias)  # type: ignore[misc]
-            for part, each, bias in zip(parts, weight, biases, strict=False)
-            if len(part)
-        ]
-        return torch.cat(found).index_select(0, place)
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        given = x.to(autocast.dtype or weight.dtype), weight, bias
+        run, backward = kernels.grouped_linear, partial(_of_grouped, pairs, starts)
+        out: Tensor = evaluated(lambda *given: run(*given, pairs, starts), backward, *given)
+        return out
 
-    first = hidden_states.index_select(0, pairs // slots)
-    out = activate(module, project(_first(module), first))
-    out = project("down_proj", out.index_select(0, pairs))
-    if _has_norm(module):
-        out = module.post_expert_norm(out)
-    out = (out * weights.reshape(-1, 1)).view(rows, slots, -1)
-    total = out[:, 0].float()
-    for slot in range(1, slots):
-        total = total + out[:, slot]
-    return total.to(hidden_states.dtype)
+    first = hidden_states.repeat_interleave(index.shape[1], dim=0)
+    out = project(SECOND, module._apply_gate(project(FIRST, first)))
+    form: dict[str, Any] = {"index": index, "dtype": hidden_states.dtype}
+    run, plain = (partial(f, **form) for f in (kernels.add_experts, add_experts))
+    total: Tensor = recomputed(run, plain, out, weights)
+    return total
 
 
-def _first(module: Any) -> str:
-    """The name of the first matmul."""
-    return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _has_norm(module: Any) -> bool:
-    return getattr(module, f"has_{NORM}", False)
-
-
-def activate(module: Any, up: Tensor) -> Tensor:
-    """The activation between the two matmuls: up [pairs, I or 2 I] -> [pairs, I]."""
-    return module._apply_gate(up) if module.has_gate else module.act_fn(up)
+def _of_grouped(
+    pairs: Tensor,
+    starts: Tensor,
+    asked: Sequence[bool],
+    given: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Gradients of ``grouped_linear``: by ordinary products, an expert at a time."""
+    (x, weight, bias), (grad,) = given, grads
+    found = [torch.zeros_like(t) if a else None for t, a in zip(given, asked, strict=True)]
+    for expert, rows in enumerate(pairs.split(starts.diff().tolist())):
+        if not len(rows):
+            continue
+        own = of_product(asked, (x[rows], weight[expert], bias), (grad[rows],))
+        for whole, part, at in zip(found, own, (rows, expert, expert), strict=True):
+            if whole is not None and part is not None:
+                whole[at] = part.to(whole.dtype)
+    return found
 
 
 @cache
@@ -140,12 +135,13 @@ def _servable(module: Any) -> bool:
     if not _asks_interface(type(module).forward) or "forward" in vars(module):
         return False
     # A part that is not known here would be left out.
-    known = {"act_fn", NORM} if _has_norm(module) else {"act_fn"}
-    if getattr(module, "_is_expert_parallel", False) or not module._modules.keys() <= known:
+    if not module.has_gate or not module._modules.keys() <= {"act_fn"}:
+        return False
+    if getattr(module, "_is_expert_parallel", False):
         return False
     if any(isinstance(held, Tensor) for held in vars(module).values()):  # which no digest reads
         return False
-    names = _first(module), "down_proj"
+    names = FIRST, SECOND
     axes = dict.fromkeys(names, 3) | {f"{name}_bias": 2 for name in names if module.has_bias}
     held = [getattr(module, name, None) for name in axes]
     plain = [x for x in held if isinstance(x, Tensor) and not is_packed(x)]
@@ -155,7 +151,7 @@ def _servable(module: Any) -> bool:
 
 
 def kernel_experts(model: nn.Module) -> dict[str, KernelExperts]:
-    """Name -> module of the experts that the linear kernel serves in canonical passes."""
+    """Name -> module of the experts that the kernels serve in canonical passes."""
     return {n: module for n, module in model.named_modules() if isinstance(module, KernelExperts)}
 
 
@@ -166,27 +162,19 @@ def row_functions(experts: dict[str, KernelExperts]) -> list[RowFunction]:
     name: str
     module: Any
     for name, module in experts.items():
-        slots, down = module.tinyspec_slots, module.down_proj
-        if not slots:  # in a part of the model that does not run
-            continue
-        up = getattr(module, _first(module))
-        dtype = module.autocast.dtype or up.dtype
-        out_axis = 2 if module.is_transposed else 1
-        steps: list[tuple[str, Callable[..., Tensor], int]] = [
-            ("activation", partial(activate, module), up.shape[out_axis])
-        ]
-        if _has_norm(module):
-            steps.append(("norm", module.post_expert_norm, down.shape[out_axis]))
-        for step, fn, width in steps:
-            key = (type(module), step, slots, width, dtype)
-            entry = (name, partial(_of_pairs, fn, slots, width), (slots, width), dtype)
-            found.setdefault(key, entry)
+        if slots := module.tinyspec_slots:  # 0: in a part of the model that does not run
+            up = getattr(module, FIRST)
+            shape = slots, up.shape[2 if module.is_transposed else 1]
+            dtype = module.autocast.dtype or up.dtype
+            gate = partial(_gate, module, *shape)
+            found.setdefault((type(module), shape, dtype), (name, gate, shape, dtype))
     return list(found.values())
 
 
-def _of_pairs(fn: Callable[[Tensor], Tensor], slots: int, width: int, x: Tensor) -> Tensor:
-    """``fn``, of pairs, as a function of rows: x [1, R, slots, width] -> [1, R, slots * any]."""
-    return fn(x.reshape(-1, width)).view(1, x.shape[1], -1)
+def _gate(module: Any, slots: int, width: int, x: Tensor) -> Tensor:
+    """What stands between the matmuls, of pairs, as a function of rows: x [1, R, slots, width] ->
+    [1, R, slots * any]."""
+    return module._apply_gate(x.reshape(-1, width)).view(1, x.shape[1], -1)
 
 
 def expert_stand_ins(

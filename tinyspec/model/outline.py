@@ -8,12 +8,12 @@ through ``.data`` leave no trace. Knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
-from threading import Lock
-from typing import Any, ClassVar, NamedTuple
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ IDLE = {
 }
 _BASE = frozenset(vars(nn.Module()))
 _CONSTANT = (bool, float, str)  # integers of hooks count
+_ABSENT = object()
 _SHAPE, _ASKS = attrgetter("shape"), attrgetter("requires_grad")
 _ADDRESS, _VERSION, _FORWARD = Tensor.data_ptr, attrgetter("_version"), attrgetter("forward")
 WEIGHTS = "the weights"
@@ -53,29 +54,29 @@ class Change(NamedTuple):
     structure: bool
 
 
-class Outline:
-    """Of ``root`` and all inside of it, as it was when this was made; weights as they were at the
-    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared."""
+class _Structure:
+    """Of ``root`` and all inside of it: by name, what matters of modules, hooks and configs, and
+    lists of what holds it, which are compared first.
+
+    Classes and the forwards of these are told by ``_kinds`` and ``_forwards``, numbers and texts of
+    hooks that are objects by ``_constants``.
+    """
 
     def __init__(self, root: nn.Module):
-        self.root = root
-        self._steps = OptimizerSteps()
-        self._note_structure()
-        self.follow_weights()
-
-    def _note_structure(self) -> None:
-        named = dict(self.root.named_modules())
+        named = dict(root.named_modules())
         self.modules = list(named.values())
         self._kinds = list(map(type, self.modules))
         self._classes = list(dict.fromkeys(self._kinds))
         self._forwards = list(map(_FORWARD, self._classes))
-        self._tables = [(n, *table) for n, m in named.items() for table in _tables(m)]
+        self._named: dict[str, Any] = {}
+        self._tables: dict[int, Any] = {}
+        for name, module in named.items():
+            self._look_into(name or type(root).__name__, module)
         shared = nn.modules.module
-        for everywhere in (shared._global_forward_hooks, shared._global_forward_pre_hooks):
-            self._tables.append(("hooks of all modules", everywhere, _same))
-        held = [table for _, table, _ in self._tables]
-        self._held = [table for table in held if table]
-        self._empty = [table for table in held if not table]
+        self._add("hooks of all modules", shared._global_forward_hooks)
+        self._add("hooks before all modules", shared._global_forward_pre_hooks)
+        self._held = [table for table in self._tables.values() if table]
+        self._empty = [table for table in self._tables.values() if not table]
         self._contents = [_copy(table) for table in self._held]
         owners = (getattr(hook, "__self__", hook) for m in self.modules for hook in hooks_of(m))
         self._owners = [
@@ -84,6 +85,65 @@ class Outline:
             if not isinstance(owner, nn.Module) and hasattr(owner, "__dict__")
         ]
         self._constants = list(map(_constants, self._owners))
+
+    def _look_into(self, name: str, module: nn.Module) -> None:
+        self._look_through(name, vars(module), _BASE | IDLE)
+        self._add(name, module._modules)
+        for table in (module._forward_hooks, module._forward_pre_hooks):
+            self._tables[id(table)] = table
+        self._named[f"hooks of {name}"] = list(map(id, hooks_of(module)))
+
+    def _look_through(self, name: str, table: dict[str, Any], idle: Collection[str]) -> None:
+        """Into the attributes of a module or config."""
+        self._tables[id(table)] = table
+        for key, value in table.items():
+            if key in idle or (own := underneath(value, _ABSENT)) is _ABSENT:
+                continue
+            self._named[f"{name}.{key}"] = own
+            if id(own) in self._tables:
+                continue
+            if isinstance(own, PreTrainedConfig):
+                self._look_through(f"{name}.{key}", vars(own), CALL_SETTINGS)
+            else:
+                self._add(f"{name}.{key}", own)
+
+    def _add(self, name: str, held: Any) -> None:
+        """A plain container, and those inside of it."""
+        if type(held) in CONTAINERS:
+            self._tables[id(held)] = held
+            self._named[name] = _copy(held)
+            for number, inner in enumerate(held.values() if isinstance(held, dict) else held):
+                self._add(f"{name}[{number}]", inner)
+
+    def quick_difference(self) -> str | None:
+        """What differs, by the lists; "" where something does that may not matter."""
+        try:
+            if self._kinds != list(map(type, self.modules)):
+                return "the class of a module"
+            if self._forwards != list(map(_FORWARD, self._classes)):
+                return "the forward of a class"
+            if self._constants != list(map(_constants, self._owners)):
+                return "the settings of a hook"
+            return None if not any(self._empty) and self._held == self._contents else ""
+        except Exception:  # of a value without a plain equality
+            return ""
+
+    def difference(self, other: _Structure) -> str | None:
+        """The name of the first thing that differs and matters, or None."""
+        one, two = self._named, other._named
+        pairs = ((key, one.get(key, _ABSENT), two.get(key, _ABSENT)) for key in {**one, **two})
+        return next((key for key, a, b in pairs if not _equal(a, b)), None)
+
+
+class Outline:
+    """Of ``root`` and all inside of it, as it was when this was made; weights as they were at the
+    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared."""
+
+    def __init__(self, root: nn.Module):
+        _count_steps()
+        self.root = root
+        self._structure = _Structure(root)
+        self.follow_weights()
 
     def changed(self) -> Change | None:
         """What differs, or None."""
@@ -96,37 +156,26 @@ class Outline:
         return Change(WEIGHTS, structure=list(map(_form, held)) != self._forms)
 
     def _other_structure(self) -> str | None:
-        try:
-            if self._kinds != list(map(type, self.modules)):
-                return "the class of a module"
-            if self._forwards != list(map(_FORWARD, self._classes)):
-                return "the forward of a class"
-            if self._constants != list(map(_constants, self._owners)):
-                return "the settings of a hook"
-            if not any(self._empty) and self._held == self._contents:
-                return None
-        except Exception:  # of a value without a plain equality
-            pass
-        contents = {id(held): was for held, was in zip(self._held, self._contents, strict=True)}
-        for name, held, told in self._tables:
-            if (key := told(contents.get(id(held), {}), held)) is not None:
-                return f"{name}.{key}".strip(".") if key else name or type(self.root).__name__
-        self._note_structure()  # of settings that callers change, as they are now
-        return None
+        if (what := self._structure.quick_difference()) != "":
+            return what
+        now = _Structure(self.root)
+        if (what := self._structure.difference(now)) is None:
+            self._structure = now  # settings that callers change, as they are now
+        return what
 
     def follow_weights(self) -> None:
         """Compare with the weights as they are now."""
-        tables = [table for m in self.modules for table in (m._parameters, m._buffers)]
+        modules = self._structure.modules
+        tables = [table for m in modules for table in (m._parameters, m._buffers)]
         self._weights = [table.values() for table in tables]
         self._tensors = list(chain.from_iterable(self._weights))
         self._forms = list(map(_form, self._tensors))
-        others = (x for m in self.modules for x in vars(m).values() if isinstance(x, Tensor))
+        others = (x for m in modules for x in vars(m).values() if isinstance(x, Tensor))
         every = {id(x): x for x in (*self._tensors, *others) if x is not None}.values()
         self.uncounted = [p for x in every for p in parts(x).values() if p.is_inference()]
         self._packed = [x for x in every if is_packed(x)]
         known = {id(x) for x in (*self.uncounted, *self._packed)}
         self._counted = [x for x in every if id(x) not in known]
-        self._steps.follow(self._counted)
         self._refs = [StorageWeakRef(x.untyped_storage()) for x in self._counted]
         self._storages = list({ref.cdata for ref in self._refs})
         self._traces = self._trace()
@@ -141,7 +190,7 @@ class Outline:
             list(map(_ASKS, counted)),
             list(map(trace, self._packed)),
             list(map(checksum, self.uncounted)),
-            [self._steps.count],
+            list(map(_steps.__getitem__, self._storages)),
         ]
 
     def _same_weights(self) -> bool:
@@ -166,110 +215,29 @@ def _copy(table: Any) -> Any:
     return dict(table) if isinstance(table, dict) else table.copy()
 
 
-# Tells the first key of a table that differs, and matters; "" for all of it; None if none does.
-_Tells = Callable[[Any, Any], "str | None"]
-
-
-def _same(before: Any, held: Any) -> str | None:
-    try:
-        return None if not (held or before) or held == before else ""
-    except Exception:  # of tensors among them
-        return ""
-
-
-def _of_dict(before: dict[str, Any], held: dict[str, Any], idle: set[str]) -> str | None:
-    keys = (key for key in {**before, **held} if key not in idle and key not in _BASE)
-    absent = object()
-
-    def own(table: dict[str, Any], key: str) -> Any:
-        return underneath(table.get(key, absent), absent)
-
-    return next((key for key in keys if not _equal(own(before, key), own(held, key))), None)
-
-
 def _equal(a: Any, b: Any) -> bool:
     try:
         return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-    except Exception:
+    except Exception:  # of tensors among them
         return False
-
-
-def _tables(module: nn.Module) -> Iterator[tuple[Any, _Tells]]:
-    """The dicts, lists and sets of a module, and how they are compared where they differ."""
-    yield vars(module), lambda before, held: _of_dict(before, held, IDLE)
-    yield module._modules, _same
-    known = hooks_of(module)
-
-    def hooks(before: Any, held: Any) -> str | None:
-        return None if _ids(hooks_of(module)) == _ids(known) else "hooks"
-
-    yield module._forward_hooks, hooks
-    yield module._forward_pre_hooks, hooks
-    for name, value in list(vars(module).items()):
-        if isinstance(value, PreTrainedConfig):
-            yield from _of_config(value)
-        elif name not in _BASE and name not in IDLE:
-            yield from _inside(value)
-
-
-def _ids(hooks: Iterable[Any]) -> list[int]:
-    return list(map(id, hooks))
-
-
-def _inside(value: Any) -> Iterator[tuple[Any, _Tells]]:
-    if type(value) in CONTAINERS:
-        yield value, _same
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _inside(inner)
-
-
-def _of_config(config: PreTrainedConfig) -> Iterator[tuple[Any, _Tells]]:
-    yield vars(config), lambda before, held: _of_dict(before, held, CALL_SETTINGS)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PreTrainedConfig):
-            yield from _of_config(value)
-        elif name not in CALL_SETTINGS:
-            yield from _inside(value)
 
 
 def _constants(table: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if isinstance(value, _CONSTANT)}
 
 
-class OptimizerSteps:
-    """``count``: steps, since this was made, of any optimizer that has one of the followed tensors,
-    or another tensor of the same memory, among its parameters.
-
-    torch's version counters miss those of fused optimizers (``torch.optim.AdamW(..., fused=True)``,
-    which transformers' Trainer takes by default).
-    """
-
-    _all: ClassVar[WeakSet[OptimizerSteps]] = WeakSet()
-    _lock: ClassVar[Lock] = Lock()
-    _listening: ClassVar[bool] = False  # whether torch calls this process's hook
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._storages: set[int] = set()
-        with self._lock:
-            if not self._listening:
-                OptimizerSteps._listening = True
-                register_optimizer_step_post_hook(self._stepped)
-            self._all.add(self)
-
-    def follow(self, tensors: Iterable[Tensor]) -> None:
-        """From now on of these ``tensors``, which must live as long as they are followed."""
-        self._storages = _storages(tensors)
-
-    @classmethod
-    def _stepped(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with cls._lock:
-            told = list(cls._all)
-        if told:
-            written = _storages(p for group in optimizer.param_groups for p in group["params"])
-            for steps in told:
-                steps.count += not steps._storages.isdisjoint(written)
+# By memory, the steps of optimizers that had a tensor of it among their parameters: torch's version
+# counters miss those of fused ones (``torch.optim.AdamW(..., fused=True)``, which transformers'
+# Trainer takes by default).
+_steps: Counter[int] = Counter()
 
 
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
+@cache
+def _count_steps() -> None:
+    """From now on, in this process."""
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        written = (p for group in optimizer.param_groups for p in group["params"])
+        _steps.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
+
+    register_optimizer_step_post_hook(stepped)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.model.attention import IMPLEMENTATION, AttentionContext, LayerShape
-from tinyspec.model.cpu_linears import FastMode
 from tinyspec.model.linears import RowTiles, calls_interface
 from tinyspec.model.outline import IDLE, Outline
 from tinyspec.model.positions import RopeTable
@@ -57,7 +56,7 @@ class ServedModel:
         self.layers: list[LayerShape] = []
         self.keeps_logits = True
         self.swapped: list[Swapped] = []
-        self.fast_mode, self.tiles = FastMode(), RowTiles()
+        self.tiles = RowTiles(self.context)
         self.bound = [module for module in self.model.modules() if calls_interface(module)]
         for module in self.bound:
             vars(module)["tinyspec_context"] = self.context

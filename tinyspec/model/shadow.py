@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -32,8 +33,10 @@ LEAVES = (
     *(bool, int, float, complex, str, bytes, type(None), type, ModuleType, Tensor),
     *(torch.dtype, torch.device, torch.jit.ScriptModule, GenerationConfig),
 )
-# How deep objects inside of objects are looked at, and the longest container that is.
+# How deep objects inside of objects are looked at, and the longest container that is; what is no
+# object of its own there.
 DEPTH, LONGEST = 4, 4096
+THIN = (partial, CellType, MethodType)
 
 
 class Shadow:
@@ -114,78 +117,66 @@ class Shadow:
             return self._config(held)
         if isinstance(held, Method):  # in what a library put around it
             held = held.original
-        if isinstance(held, LEAVES) or not depth or _is_own(held):
+        ends = not depth and not isinstance(held, CellType)  # what a function closes over is its
+        if isinstance(held, LEAVES) or ends or _is_own(held):
             return held
         if id(held) not in self._made and (id(held), depth) not in self._nothing:
             self._nothing.add((id(held), depth))  # as far as is known while it is looked at
             self._kept.append(held)
-            if (made := self._rebuilt(held, depth - 1)) is not held:
-                self._made[id(held)] = made
+            parts, make = _taken_apart(held)
+            found = [self._found(x, depth - (type(held) not in THIN)) for x in parts]
+            if not all(map(is_, found, parts)):
+                with suppress(Exception):  # it allows no copies
+                    self._made[id(held)] = make(found)
         return self._made.get(id(held), held)
 
-    def _rebuilt(self, held: Any, depth: int) -> Any:
-        kind = type(held)
-        if isinstance(held, FunctionType):
-            return self._function(held, depth)
-        if isinstance(held, MethodType):
-            function = self._found(held.__func__, depth + 1)
-            owner = self._found(held.__self__, depth)
-            same = function is held.__func__ and owner is held.__self__
-            return held if same else MethodType(function, owner)
-        if isinstance(held, partial):
-            given = (held.func, held.args, held.keywords, vars(held))
-            func, args, kwargs, own = found = [self._found(x, depth + 1) for x in given]
-            if all(map(is_, found, given)):
-                return held
-            made = partial(func, *args, **kwargs)
-            vars(made).update(own)
-            return made
-        if isinstance(held, dict):
-            return self._of_items(held, held, depth) if len(held) <= LONGEST else held
-        if isinstance(held, (list, tuple, set, frozenset)):
-            if len(held) > LONGEST:
-                return held
-            found = [self._found(x, depth) for x in held]
-            if all(map(is_, found, held)):
-                return held
-            return kind(*found) if hasattr(held, "_fields") else kind(found)
-        table = getattr(held, "__dict__", None)
-        return self._of_items(held, table, depth) if isinstance(table, dict) else held
 
-    def _of_items(self, held: Any, items: dict[Any, Any], depth: int) -> Any:
-        """items: of a dict itself, or the attributes of an object."""
-        found = {key: self._found(x, depth) for key, x in list(items.items())}
-        changed = {key: x for key, x in found.items() if x is not items.get(key)}
-        if not changed:
-            return held
-        try:
-            made = copy.copy(held)
-            (made if items is held else vars(made)).update(changed)
-        except Exception:  # it allows no copies
-            return held
-        return made
+def _taken_apart(held: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What is looked at of something, and what makes another of it with other such parts."""
+    kind = type(held)
+    if isinstance(held, FunctionType):
+        cells = held.__closure__ or ()
+        return [*cells, held.__defaults__, vars(held)], partial(_function, held)
+    if isinstance(held, CellType):
+        with suppress(ValueError):  # it is empty
+            return [held.cell_contents], lambda found: CellType(*found)
+    elif isinstance(held, MethodType):
+        return [held.__func__, held.__self__], lambda found: MethodType(*found)
+    elif isinstance(held, partial):
+        return [held.func, held.args, held.keywords, vars(held)], _partial
+    elif isinstance(held, (list, tuple, set, frozenset)):
+        make = kind._make if hasattr(held, "_fields") else kind
+        return list(held) if len(held) <= LONGEST else [], make
+    else:
+        table = held if isinstance(held, dict) else getattr(held, "__dict__", None)
+        if isinstance(table, dict) and (table is not held or len(held) <= LONGEST):
+            return list(table.values()), partial(_with_values, held, list(table))
+    return [], kind
 
-    def _function(self, held: FunctionType, depth: int) -> Any:
-        """New cells for what holds modules; the others stay, with what is written to them."""
-        cells = tuple(self._cell(cell, depth) for cell in held.__closure__ or ())
-        defaults = self._found(held.__defaults__, depth + 1)
-        own = self._found(vars(held), depth)
-        given = (*(held.__closure__ or ()), held.__defaults__, vars(held))
-        if all(map(is_, (*cells, defaults, own), given)):
-            return held
-        made = FunctionType(held.__code__, held.__globals__, held.__name__, defaults, cells or None)
-        made.__kwdefaults__ = held.__kwdefaults__
-        made.__qualname__, made.__module__ = held.__qualname__, held.__module__
-        vars(made).update(own)
-        return made
 
-    def _cell(self, cell: CellType, depth: int) -> CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # it is empty
-            return cell
-        found = self._found(content, depth)
-        return cell if found is content else CellType(found)
+def _function(held: FunctionType, parts: list[Any]) -> FunctionType:
+    """New cells for what holds modules; the others stay, with what is written to them."""
+    *cells, defaults, own = parts
+    closure = tuple(cells) or None
+    made = FunctionType(held.__code__, held.__globals__, held.__name__, defaults, closure)
+    made.__kwdefaults__ = held.__kwdefaults__
+    made.__qualname__, made.__module__ = held.__qualname__, held.__module__
+    vars(made).update(own)
+    return made
+
+
+def _partial(parts: list[Any]) -> Any:
+    func, args, kwargs, own = parts
+    made = partial(func, *args, **kwargs)
+    vars(made).update(own)
+    return made
+
+
+def _with_values(held: Any, keys: list[Any], values: list[Any]) -> Any:
+    """A copy of a dict, or of an object with other attributes."""
+    made = copy.copy(held)
+    (made if isinstance(held, dict) else vars(made)).update(zip(keys, values, strict=True))
+    return made
 
 
 def _is_own(held: Any) -> bool:
@@ -195,12 +186,6 @@ def _is_own(held: Any) -> bool:
 
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def share(stand_in: nn.Module, module: nn.Module) -> None:
-    """Let ``stand_in``, a new module, have the weights, children and hooks of ``module``."""
-    vars(stand_in).update((name, vars(module)[name]) for name in TABLES)
-    stand_in.training = False
 
 
 def standing_in(module: nn.Module, kind: type[M], **own: Any) -> M:

@@ -111,20 +111,20 @@ def vocab_size(model: PreTrainedModel) -> int:
     return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
 
 
-def checked_device(device: str | torch.device, field: str = "device") -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     """The device to use. Raises ValueError for one that is not served or not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise refuse(field, device, DEVICES) from None
+        raise refuse("device", device, DEVICES) from None
     if found.type not in ("cpu", "cuda"):
-        raise refuse(field, str(device), DEVICES)
+        raise refuse("device", str(device), DEVICES)
     count = torch.cuda.device_count()
     if found.type == "cuda" and (found.index or 0) >= count:
         there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
-        raise refuse(field, str(device), f"{DEVICES}, and {there} here")
+        raise refuse("device", str(device), f"{DEVICES}, and {there} here")
     return found
 
 

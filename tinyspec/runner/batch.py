@@ -7,7 +7,7 @@ replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.runner.device_queue import overwrite
+from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import Pass, spread
-from tinyspec.scheduler.sequence_table import Array, highest
+from tinyspec.scheduler.sequence_table import Array
 
 # Of all rows that may give logits: passes with fewer than a part of them compute that part.
 LOGIT_ROWS_PART = 8
@@ -93,9 +94,10 @@ class PassMemory:
     launch the same whatever they hold, as the Triton kernels' do.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, fixed: bool):
+    def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
         self._page_size, self._max_sequences = config.page_size, config.max_sequences
+        self._buckets = buckets
         rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
         width = -(-config.max_model_len // config.page_size)
         # Where in it the tokens of the pass before lie.
@@ -121,15 +123,15 @@ class PassMemory:
         return most, next((rows for rows in (few, most) if wanted <= rows), work_pass.bucket)
 
     def pack(
-        self,
-        work_pass: Pass,
-        fit: Callable[[int], int],
-        fresh: list[int],
-        wanted: Array,
-        newest: Array | None,
+        self, work_pass: Pass, fresh: list[int], wanted: Array, newest: Array | None
     ) -> PackedPass:
-        """fit: the bucket for so many rows of logits. fresh, wanted, newest: as in
-        ``ModelRunner.pack``."""
+        """A pass whose rows ``wanted`` [N] int64 give logits.
+
+        fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
+        to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
+        tokens are among those of the pass before, and where.
+        """
+        fit = self._buckets.fit_canonical if work_pass.canonical else self._buckets.fit
         table, works, bucket = work_pass.table, work_pass.works, work_pass.bucket
         segments, logit_rows = self._sizes(work_pass, len(wanted))
         shape = PassShape(bucket, segments, fit(logit_rows), work_pass.canonical)
@@ -151,7 +153,7 @@ class PassMemory:
         keep[: len(wanted)] = wanted
         lengths[:count] = works.ends
         first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
-        width = highest(table.num_pages[works.rows])
+        width = table.num_pages[works.rows].max()
         page_table = np.ascontiguousarray(table.pages[works.rows, :width])
         follows, embeds = newest is not None, _embeddings(work_pass)
         in_order = works.single and shape.logit_rows == bucket and not shape.canonical

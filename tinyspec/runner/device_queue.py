@@ -64,7 +64,7 @@ class Pending(Generic[R]):
             raise self._error or RuntimeError("the work has raised, and its error was fetched")
         return self._results
 
-    def fetch(self) -> list[Array | None]:
+    def fetch(self) -> list[Any]:
         """The tensors of the results on the host; waits for them. An error is raised once, so that
         its frames, and what they hold on the device, live no longer than the handling of it."""
         if self._error is not None:

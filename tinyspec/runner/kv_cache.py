@@ -48,11 +48,11 @@ class KVCache:
         device: torch.device,
         zeroed: bool = False,
     ):
-        self._new: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
+        new: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
 
         def pool(layer: LayerShape) -> Tensor:
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            return self._new(shape, dtype=dtype, device=device)
+            return new(shape, dtype=dtype, device=device)
 
         self.layers, self.dtype = layers, dtype
         self.k = [pool(layer) for layer in layers]
@@ -61,20 +61,6 @@ class KVCache:
         self.written = 0
         # The probes read the first page without owning it.
         self.zero([0])
-
-    def extend(self, num_pages: int, kept: list[int]) -> None:
-        """Grow every pool to ``num_pages``; the first page and those in ``kept`` keep their values.
-
-        One pool after the other, so that at most one is in memory twice. If memory runs out midway,
-        the next call continues with the rest.
-        """
-        for pools in (self.k, self.v):
-            for layer, before in enumerate(pools):
-                if len(before) < num_pages:
-                    shape = (num_pages, *before.shape[1:])
-                    after = self._new(shape, dtype=before.dtype, device=before.device)
-                    after[[0, *kept]] = before[[0, *kept]]
-                    pools[layer] = after
 
     @staticmethod
     def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:

@@ -22,8 +22,6 @@ from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache, dtype_of
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import Pass
-from tinyspec.scheduler.sequence_table import Array
 
 Hooks = AbstractContextManager[None]
 
@@ -52,7 +50,7 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
-        self.memory = PassMemory(config, device, fixed=kernels.backend == "triton")
+        self.memory = PassMemory(config, buckets, device, fixed=kernels.backend == "triton")
         self.serve(served)
 
     def serve(self, served: ServedModel) -> None:
@@ -104,13 +102,6 @@ class ModelRunner:
         if self.kernels.backend == "triton":
             self.graphs.clear()
 
-    def extend(self, num_pages: int) -> None:
-        """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
-        if self._cache is not None:
-            self.drop_graphs()
-            with self.torch_state.stream():
-                self._cache.extend(num_pages, self._pool.in_use())
-
     @property
     def holds_memory(self) -> bool:
         """Whether the KV pool is allocated."""
@@ -140,18 +131,6 @@ class ModelRunner:
             yield cache
         finally:
             context.k, context.v = before
-
-    def pack(
-        self, work_pass: Pass, fresh: list[int], wanted: Array, newest: Array | None = None
-    ) -> PackedPass:
-        """A pass for ``run``, whose rows ``wanted`` [N] int64 give logits.
-
-        fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
-        to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
-        tokens are among those of the pass before, and where.
-        """
-        fit = self.buckets.fit_canonical if work_pass.canonical else self.buckets.fit
-        return self.memory.pack(work_pass, fit, fresh, wanted, newest)
 
     def run(
         self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None
@@ -216,7 +195,7 @@ class ModelRunner:
         look &= tape is None
         try:
             with (
-                self._forward_state(canonical),
+                self.served.autocast.on(),
                 self.graphs.looking(canonical) if look else nullcontext(),
                 hooks or nullcontext(),
             ):
@@ -230,17 +209,6 @@ class ModelRunner:
         gathered = keep is None or self.served.keeps_logits
         return logits if gathered else logits[keep], output
 
-    @contextmanager
-    def _forward_state(self, canonical: bool) -> Iterator[None]:
-        """Linears as passes run them, under the model's autocast, while the block does."""
-        served = self.served
-        served.tiles.on, served.fast_mode.on = canonical, not canonical
-        try:
-            with served.autocast.on():
-                yield
-        finally:
-            served.tiles.on = served.fast_mode.on = False
-
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a canonical pass: what makes a block that goes on from here, also after
         the pass has ended."""
@@ -248,7 +216,7 @@ class ModelRunner:
 
         @contextmanager
         def block() -> Iterator[None]:
-            with self.torch_state(gradients=True), resumed(), self._forward_state(canonical=True):
+            with self.torch_state(gradients=True), resumed(), self.served.autocast.on():
                 yield
 
         return block

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,21 +75,28 @@ class SpecialResult:
 @dataclass
 class Sampling:
     """What was sampled, on the device. tokens [N] int64, -1 where there is none; logprobs [N] fp32
-    if any row asked for its token's. special, errors: rows that need more and what processors
+    if any row asked for its token's. Of a pass: prompt_logprobs [P] fp32; decisions [5, S] int32 of
+    ``accept_truncate``, in its order. special, errors: rows that need more and what processors
     raised, by place; scores: what ``kernels`` sampled from, of which ``temperature`` [N] is still
     to be taken."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
+    prompt_logprobs: Tensor | None = field(default=None, init=False)
+    decisions: Tensor | None = field(default=None, init=False)
     special: dict[int, SpecialRow] = field(default_factory=dict)
     errors: dict[int, tuple[str, Exception]] = field(default_factory=dict)
     scores: Scores | None = None
     temperature: Array | None = None
     kernels: Kernels | None = None
 
-    def on_host(self, tokens: Array, logprobs: Array | None) -> Sampled:
-        """The same with what special rows have besides; tokens, logprobs: as fetched."""
-        found = Sampled(tokens, logprobs)
+    def tensors(self) -> list[Tensor | None]:
+        """What is fetched."""
+        return [self.tokens, self.logprobs, self.prompt_logprobs, self.decisions]
+
+    def on_host(self, tokens: Array, *fetched: Any) -> Sampled:
+        """The same with what special rows have besides; tokens, fetched: ``tensors`` there."""
+        found = Sampled(tokens, *fetched)
         for n, row in self.special.items():
             if n in self.errors:
                 found.special[n] = SpecialResult(error=self.errors[n][0], cause=self.errors[n][1])
@@ -124,11 +132,12 @@ class Sampling:
 
 @dataclass
 class Sampled:
-    """What was sampled, on the host. tokens [N] int64, -1 where there is none; logprobs [N] fp32 if
-    any row asked for its token's; special: what special rows have besides, by their places."""
+    """``Sampling`` on the host; special: what special rows have besides, by their places."""
 
     tokens: Array
     logprobs: Array | None = None
+    prompt_logprobs: Array | None = None
+    decisions: Array | None = None
     special: dict[int, SpecialResult] = field(default_factory=dict)
 
 

@@ -98,12 +98,6 @@ class Admission:
         sequence.indexed = len(pages)
         sequence.frozen = len(pages) * self.pool.page_size
         sequence.computed = min(sequence.frozen, sequence.length - 1)
-        if (thoughts := sequence.request.thoughts) is not None:
-            thoughts.adopt(self.prefix.thoughts(pages))
-            for each in sequence.request.sequences:
-                each.thought()
-            if thoughts.unthought:  # a chunk is read from its first token on
-                sequence.computed = min(sequence.computed, thoughts.known)
         sequence.canonical = min(canonical * self.pool.page_size, sequence.computed)
         self._count_cached(sequence)
 

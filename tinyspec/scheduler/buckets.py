@@ -79,12 +79,6 @@ class Buckets:
         self._passes: Counter[tuple[int, bool]] = Counter()
         self.wanted = (0, 0)
 
-    @classmethod
-    def of(cls, config: EngineConfig, device_type: str) -> Buckets:
-        """The buckets of an engine; ``config`` is resolved."""
-        assert config.max_rows and config.reference_rows
-        return cls(config.max_rows, config.reference_rows, ladder(config, device_type))
-
     def learn(
         self,
         canonical: Iterable[int],

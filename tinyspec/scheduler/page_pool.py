@@ -22,31 +22,21 @@ class PagePool:
     """``num_pages`` pages of ``page_size`` tokens, ``num_held`` of them owned."""
 
     def __init__(self, num_pages: int, page_size: int):
-        self.num_pages = num_pages
         self.page_size = page_size
         self.num_held = 0
-        self._owners = [0] * num_pages
-        self.free_pages = list(range(num_pages))
         # By a sequence's last page, pages after it that are reserved for the sequence.
         self.reserved: dict[int, list[int]] = {}
-        self._fresh: list[int] = []
         self.cached: set[int] = set()
         self.idle: dict[int, None] = {}
         # Called with every cached page that is taken for something else.
         self.on_evict: Callable[[int], None] = lambda page: None
+        self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Have ``num_pages``, more at the end; none may be owned or cached where that is fewer."""
-        if num_pages < self.num_pages:
-            assert not self.cached and not any(self._owners)
-            self.num_pages, self._owners, self.free_pages, self._fresh = 0, [], [], []
-        self.free_pages += range(self.num_pages, num_pages)
-        self._owners += [0] * (num_pages - self.num_pages)
-        self.num_pages = num_pages
-
-    def in_use(self) -> list[int]:
-        """Pages whose values are in use: owned or cached."""
-        return [p for p in range(self.num_pages) if self._owners[p] or p in self.cached]
+        """Have ``num_pages``; none may be owned or cached."""
+        assert not (self.cached or self.num_held)
+        self.num_pages, self._owners = num_pages, [0] * num_pages
+        self.free_pages, self._fresh = list(range(num_pages)), list[int]()
 
     @property
     def num_free(self) -> int:

@@ -101,7 +101,7 @@ class SequenceTable(Columns):
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
         self.generations = 0
-        self.is_ahead = False  # in a block of ``ahead_of_results``
+        self.is_ahead = False  # in a block of ``ahead``
         annotated = {**Fixed.__annotations__, **Columns.__annotations__}
         self._columns = {name: KINDS[kind] for name, kind in annotated.items()}
         for name, kind in self._columns.items():
@@ -273,10 +273,19 @@ class SequenceTable(Columns):
             whole = self.canonical[rows] >= before
             self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
 
-
-def highest(values: Array) -> int:
-    """The highest of ``values`` [n], n > 0: for few of them in a third of the time of ``max``."""
-    return int(values[values.argmax()])
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """A block that may put sequences forward, as if a pass were committed that is not: behind
+        it they are what they were. None may enter or leave in it."""
+        columns = (self.length, self.computed, self.canonical, self.num_drafts)
+        before = [column.copy() for column in columns]
+        self.is_ahead = True
+        try:
+            yield
+        finally:
+            self.is_ahead = False
+            for column, values in zip(columns, before, strict=True):
+                column[:] = values
 
 
 def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:
@@ -293,28 +302,6 @@ def _wider(before: Array, width: int, fill: int) -> Array:
     after = np.full((len(before), max(width, 2 * before.shape[1])), fill, before.dtype)
     after[:, : before.shape[1]] = before
     return after
-
-
-@contextmanager
-def ahead_of_results(
-    table: SequenceTable, rows: Array, ends: Array, canonical: bool, grown: Array, drafted: Array
-) -> Iterator[None]:
-    """A block in which ``table`` is as if a pass were committed that is not: ``rows`` have run
-    (``advance``), ``grown`` have a token and ``drafted`` a draft more, ids not written. No sequence
-    may enter or leave in it."""
-    columns = (table.length, table.computed, table.canonical, table.num_drafts)
-    before = [column.copy() for column in columns]
-    table.is_ahead = True
-    try:
-        table.advance(rows, ends, canonical)
-        table.length[grown] += 1
-        table.mark_final(grown)
-        table.num_drafts[drafted] += 1
-        yield
-    finally:
-        table.is_ahead = False
-        for column, values in zip(columns, before, strict=True):
-            column[:] = values
 
 
 def column(name: str) -> Any:

@@ -15,12 +15,10 @@ from tinyspec.outputs import Thought
 
 
 class Made(NamedTuple):
-    """A thought and its state [chunk_size, d], None for zero. canonical: made of canonical hidden
-    states, and so were those before it."""
+    """A thought and its state [chunk_size, d], None for zero."""
 
     thought: Thought
     state: Any
-    canonical: bool
 
 
 @dataclass(eq=False)
@@ -28,10 +26,8 @@ class Thoughts:
     """Of a prompt of ``num_prompt`` tokens in chunks of ``chunk_size``.
 
     window: most chunks that run at once while thoughts are missing; None: all. width: how many do
-    now, fewer where what ran ahead was in vain. found: of the first chunks; those that are not
-    canonical outlive a preemption, so that canonical passes may compute what deterministic requests
-    must not start from. rest: hidden states [r, d] of the chunk that is partly computed. root:
-    begins the hashes of its pages; says who thinks, and how.
+    now, fewer where what ran ahead was in vain. found: of the first chunks. rest: hidden states
+    [r, d] of the chunk that is partly computed.
     """
 
     chunk_size: int
@@ -39,7 +35,6 @@ class Thoughts:
     window: int | None
     found: list[Made] = field(default_factory=list)
     rest: Any = None
-    root: bytes = b"thinking"
     width: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
@@ -70,10 +65,9 @@ class Thoughts:
         reach = self.known + self.width * self.chunk_size
         return most if reach >= self.num_prompt else reach
 
-    def add(self, thought: Thought, state: Any, canonical: bool) -> None:
-        """The thought of the next chunk. canonical: its hidden states are, given those before."""
-        canonical &= not self.found or self.found[-1].canonical
-        self.found.append(Made(thought, state, canonical))
+    def add(self, thought: Thought, state: Any) -> None:
+        """The thought of the next chunk."""
+        self.found.append(Made(thought, state))
         self.rest = None
 
     def looked(self, chunks: int, thinking: int | None) -> None:
@@ -85,20 +79,6 @@ class Thoughts:
             self.width = self.window
         elif thinking == 0 or 4 * (thinking + 1) <= chunks:
             self.width = max(1, self.width // 2)
-
-    def made(self, first: int, end: int) -> list[Made]:
-        """Those of the chunks that end behind position ``first`` and at ``end`` at the latest."""
-        return self.found[first // self.chunk_size : end // self.chunk_size]
-
-    def canonical_up_to(self, end: int) -> bool:
-        """Whether those of the chunks that end at ``end`` at the latest are."""
-        chunks = end // self.chunk_size
-        return len(self.found) >= chunks and (not chunks or self.found[chunks - 1].canonical)
-
-    def adopt(self, made: list[Made]) -> None:
-        """Of the first chunks, made for another prompt; those that are known stay."""
-        for each in made[len(self.found) :]:
-            self.add(*each)
 
     def forget(self) -> None:
         """The model changed."""

@@ -23,26 +23,23 @@ from tinyspec.thinking.thinker import NOT_FINITE, Thinker
 @dataclass(eq=False)
 class _Chunks:
     """Whole chunks [n, c, d] of one sequence that have no thought, what has run of the next one
-    [r, d], and the first tokens of the chunks' thoughts. canonical: the hidden states are."""
+    [r, d], and the first tokens of the chunks' thoughts."""
 
     span: Span
     thoughts: Thoughts
     whole: Tensor
     rest: Tensor
     firsts: list[int]
-    canonical: bool
 
 
 # Sequences whose thoughts have no finite logits, and what is said of each.
 Failed = list[tuple[Sequence, str]]
 
 
-def think(
-    thinker: Thinker, rows: ThinkingRows, alive: Array, ends: Array, canonical: bool
-) -> Failed:
+def think(thinker: Thinker, rows: ThinkingRows, alive: Array, ends: Array) -> Failed:
     """Add the thoughts that a pass has made possible to its prompts. alive [works] bool: whose
     sequences are still there. ends [works]: of their positions; set to where they are good."""
-    found = _chunks(thinker, rows, alive, ends, canonical)
+    found = _chunks(rows, alive, ends)
     if some := [each for each in found if len(each.whole)]:
         tokens = iter(thinker.first_tokens(torch.cat([each.whole for each in some])))
         for each in some:
@@ -51,9 +48,7 @@ def think(
     return _keep(thinker, found, ends)
 
 
-def _chunks(
-    thinker: Thinker, rows: ThinkingRows, alive: Array, ends: Array, canonical: bool
-) -> list[_Chunks]:
+def _chunks(rows: ThinkingRows, alive: Array, ends: Array) -> list[_Chunks]:
     """Of the sequences that are still there, one of each request: after a change of the model
     several may read the same prompt, and the others go on when its thoughts are known."""
     if rows.hidden is None or not rows.spans:
@@ -75,9 +70,7 @@ def _chunks(
         size = thoughts.chunk_size
         count = len(hidden) // size
         whole = hidden[: count * size].unflatten(0, (count, size))
-        own = canonical and span.sequence.canonical >= span.sequence.computed
-        own &= thinker.batches.proven
-        found.append(_Chunks(span, thoughts, whole, hidden[count * size :], [], own))
+        found.append(_Chunks(span, thoughts, whole, hidden[count * size :], []))
     return found
 
 
@@ -90,7 +83,7 @@ def _keep(thinker: Thinker, found: list[_Chunks], ends: Array) -> Failed:
         each.thoughts.looked(len(each.firsts), place)
         for _ in each.firsts[:place]:
             number = len(each.thoughts.found)
-            each.thoughts.add(Thought(number, [end]), None, each.canonical)
+            each.thoughts.add(Thought(number, [end]), None)
         if place is None:
             each.thoughts.rest = each.rest.clone()
         else:
@@ -106,7 +99,7 @@ def _keep(thinker: Thinker, found: list[_Chunks], ends: Array) -> Failed:
                 broken.append(each)
                 continue
             number, cut = len(each.thoughts.found), ids[-1] != end
-            each.thoughts.add(Thought(number, ids, cut=cut), next(states), each.canonical)
+            each.thoughts.add(Thought(number, ids, cut=cut), next(states))
     for each, _ in begun:
         known, work = each.thoughts.known, each.span.work
         if known < each.thoughts.num_prompt:  # what follows is no draft

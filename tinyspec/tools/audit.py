@@ -44,12 +44,10 @@ class AuditEntry(Entry):
     verdict: "same"; "differs"; "partial" if all that can be compared is the same, but not all can
     (an aborted request's end, text without a tokenizer); "not comparable" if this engine cannot
     repeat the request. reason: what the output says -> what the engine has. tokens: leading tokens
-    that are the same, as are their log-probabilities. verified: the fields that were compared as a
-    whole and are the same.
+    that are the same, as are their log-probabilities.
     """
 
     tokens: int = 0
-    verified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,8 +197,7 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
         lists = {name: getattr(mine, name) for name in PER_TOKEN}
         cut = {name: values and values[:count] for name, values in lists.items()}
         mine = replace(mine, **cut, finish_reason="abort", error=error, stop_reason=None)
-    whole = first_place(theirs.token_ids, mine.token_ids) is None
-    if whole:
+    if first_place(theirs.token_ids, mine.token_ids) is None:
         text = text_of(tokenizer, theirs.token_ids, output.params)
         if (text is None) != (theirs.text is None) and type(theirs.text) in (str, type(None)):
             gaps["text"] = "text is not verified: the engine or the output has none"
@@ -212,16 +209,7 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
     verdict = DIFFERS if reason else PARTIAL if gaps else SAME
     reason = reason or "; ".join(dict.fromkeys(gaps.values()))
     places = [d.position for d in found.values() if d is not None and d.position is not None]
-    stated = {**vars(output), **vars(theirs)}
-    stated["error"] = theirs.error or "none"
-    verified = [
-        field
-        for field, difference in found.items()
-        if difference is None and field not in gaps and (whole or field not in PER_TOKEN)
-        if stated[field] is not None
-    ]
-    tokens = min(places, default=count)
-    return AuditEntry(name, index, verdict, position, reason, tokens, tuple(verified))
+    return AuditEntry(name, index, verdict, position, reason, tokens=min(places, default=count))
 
 
 def _of_prompt(output: RequestOutput, again: RequestOutput) -> tuple[RequestOutput, dict[str, str]]:

@@ -31,8 +31,8 @@ SEEDS = (39, 26, 163, 101, 162, 64)
 # Of a text: the width of a line, and how many are shown.
 WIDTH, LINES = 80, 2
 WORDS = {True: "with a rollback", False: "without a rollback"}
-# Between what is the same and what is not, in text that is to be wrapped.
-MARK = "\x00"
+# Between what is the same and what is not.
+MARK = ">>>"
 
 # The model in the package that thinks (trained by ``python -m benchmarks.coin_reader.train``).
 THINKER = Path(__file__).resolve().parent / "coin_reader"
@@ -77,21 +77,19 @@ class Demo:
         alone = self.engine.generate(self.prompts[0], mine)
         return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
-    def find(self, seed: int | None, patience: float) -> tuple[int, list[RequestOutput], int]:
-        """The first seed (from ``seed`` on, or of those chosen beforehand and all others) with
-        which the plain request says something else in the crowd, its outputs, and how many were
-        tried; the last of them where none does in time."""
-        seeds = chain(SEEDS, count()) if seed is None else count(seed)
+    def find(self, patience: float) -> tuple[int, list[RequestOutput], int]:
+        """The first seed, of those chosen beforehand and then of all, with which the plain request
+        says something else in the crowd, its outputs, and how many were tried; the last of them
+        where none does in time."""
         begun = time.perf_counter()
-        for tried, one in enumerate(seeds, 1):
+        for tried, one in enumerate(chain(SEEDS, count()), 1):
             pair = self.pair(one, deterministic=False)
             if _parts_at(pair) is not None or time.perf_counter() - begun >= patience:
                 return one, pair, tried
         raise AssertionError("seeds do not end")
 
     def show(self, pair: list[RequestOutput]) -> None:
-        """Both texts, one below the other, or one where they are the same; from the first token
-        that differs on in colour."""
+        """Both texts, one below the other, or one where they are the same."""
         at = _parts_at(pair)
         names = ("alone", "in a crowd") if at is not None else ("both",)
         for name, output in zip(names, pair, strict=False):
@@ -99,19 +97,14 @@ class Demo:
             print(f"  {name:<12}" + textwrap.indent(words, " " * 14).lstrip(" "))
 
     def marked(self, tokens: list[int], at: int | None) -> str:
-        """Text in lines, of which few are shown; from token ``at`` on in colour, or behind a
-        sign."""
+        """Text in lines, of which few are shown; before token ``at`` stands a mark."""
         decode = self.engine.tokenizer.decode
         same = decode(tokens[:at], skip_special_tokens=True)
         rest = decode(tokens, skip_special_tokens=True)[len(same) :]
-        sign = MARK if sys.stdout.isatty() else ">>>"
-        found = textwrap.wrap((f"{same}{sign}{rest}" if rest else same).strip(), WIDTH)
-        first = max([0, *(n - 1 for n, line in enumerate(found) if sign in line)])
+        found = textwrap.wrap((f"{same}{MARK}{rest}" if rest else same).strip(), WIDTH)
+        first = max([0, *(n - 1 for n, line in enumerate(found) if MARK in line)])
         left = ("... " if first else "") + " ".join(found[first:])
-        few = textwrap.wrap(left, WIDTH, max_lines=LINES, placeholder=" ...")
-        head, _, tail = "\n".join(few).partition(MARK)
-        parts = tail.split("\n")
-        return head + "\n".join(styled(sys.stdout, "differs", line) for line in parts if line)
+        return "\n".join(textwrap.wrap(left, WIDTH, max_lines=LINES, placeholder=" ..."))
 
 
 class Liar:
@@ -170,7 +163,6 @@ def demo(
     engine: Engine,
     crowd: int,
     max_new_tokens: int,
-    seed: int | None = None,
     patience: float = PATIENCE,
     rollback: bool = False,
 ) -> int:
@@ -178,9 +170,7 @@ def demo(
     whatever the plain one does. engine: with ``EngineConfig(trace=True)``. rollback: only a verify
     with a rollback and one without are shown."""
     one = Demo(engine, crowd, max_new_tokens)
-    found = SEEDS[0] if seed is None else seed
-    if not rollback:
-        found = show_plain(one, seed, patience)
+    found = SEEDS[0] if rollback else show_plain(one, patience)
     before = len(engine.trace)
     kept = one.pair(found, deterministic=True)
     reason, verdict = verdict_on(*kept)
@@ -199,12 +189,12 @@ def demo(
     return 1 if reason else 0
 
 
-def show_plain(one: Demo, seed: int | None, patience: float) -> int:
+def show_plain(one: Demo, patience: float) -> int:
     """What the plain request says alone and in the crowd; the seed it was shown with."""
     dtype = str(one.engine.model.dtype).removeprefix("torch.")
     print(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
     print(f"{TEMPERATURE} with a seed: alone, and among {len(one.others)} others.\n")
-    found, plain, tried = one.find(seed, patience)
+    found, plain, tried = one.find(patience)
     print(styled(sys.stdout, "bold", f"deterministic=False, seed {found}"))
     one.show(plain)
     pairs = list(zip(*(o.completions[0].logprobs or [] for o in plain), strict=False))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -66,8 +65,7 @@ class Report:
             cells = asdict(entry)
             place, reason = cells.pop("position"), cells.pop("reason")
             rows = rows or [[*cells, "first difference"]]
-            told = [", ".join(c) or "nothing" if type(c) is tuple else c for c in cells.values()]
-            rows.append([*told, reason if place is None else f"token {place}: {reason}"])
+            rows.append([*cells.values(), reason if place is None else f"token {place}: {reason}"])
         counts = Counter(entry.verdict for entry in self.entries)
         total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) or "no outputs"
         return "\n".join([*table(rows), "", total])
@@ -189,7 +187,7 @@ def _difference(name: str, one: Any, other: Any) -> Difference | None:
         word = WORDS[name].format(place)
         one, other = ((v[place : place + 1] or [None])[0] for v in (one, other))
     before, after = ("(absent)" if v is None else shown(v) for v in (one, other))
-    reason = f"{word} {before} -> {after}{_bit(one, other)}"
+    reason = f"{word} {before} -> {after}"
     return Difference(reason, place if name in PER_TOKEN else None)
 
 
@@ -235,16 +233,3 @@ def shown(value: Any) -> str:
     except Exception:  # a number of too many digits, an object of any kind
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _bit(one: Any, other: Any) -> str:
-    """Of two floats the highest bit that differs, of 32 as fp32 has them; of anything else, and
-    where fp32 has the same, nothing."""
-    if type(one) is not float or type(other) is not float:
-        return ""
-    try:
-        bits = [int.from_bytes(struct.pack(">f", value), "big") for value in (one, other)]
-    except OverflowError:
-        return ""
-    place = (bits[0] ^ bits[1]).bit_length()
-    return f" (bit {place - 1} of 32)" if place else ""

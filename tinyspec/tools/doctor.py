@@ -24,8 +24,6 @@ from tinyspec.interrupts import at_once
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.terminal import table
 
-# Compared of each kind; see there.
-ATTENTION_ROWS = MANY_ROWS
 OWN_WAY = (
     "own way: canonical passes run these linears in tiles of rows, or by another operator than "
     "fast mode"
@@ -136,7 +134,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
     eager: dict[str, str] = {}
     try:
         if not engine.has_unfinished():
-            contract.probe(fresh, ATTENTION_ROWS)
+            contract.probe(fresh, MANY_ROWS)
             eager = graph_refusals(engine.runner)
         contract.ensure()
     except DeterminismError as error:

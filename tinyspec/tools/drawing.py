@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tinyspec.engine.trace import PROMPT, Lane, TracedPass, TracedWork, lane_name, title
+from tinyspec.engine.trace import PROMPT, TracedPass, TracedWork, lane_name, title
 from tinyspec.tools.terminal import FULL, LOOKS, Cell, Row
 from tinyspec.tools.trace import Run, cells_of, printable, shown
 
@@ -24,34 +24,27 @@ LEGEND = {
 # Pixels: width of a letter, height of a row, around all. Letters of a token and of names.
 LETTER, LINE, MARGIN = 6.1, 18.0, 8.0
 TOKEN, NAMES = 2, 20
-BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))
 
 
-def timeline(run: Run, most: int | None = None) -> list[Row]:
-    """All passes, or the first that fit into ``most`` cells side by side: the bucket of each, the
-    tokens of each completion, and what the KV cache holds after it."""
-    widths = list[int]()
+def timeline(run: Run) -> list[Row]:
+    """The bucket of each pass, and the tokens of each completion in it."""
+    tokens = sum(one.record.committed for one in run.passes)
+    told = f"{len(run.lanes)} completions, {len(run.passes)} passes, {tokens} tokens"
+    legend = [Cell(told, "bold")]
+    for name, words in LEGEND.items():
+        legend += [Cell("  "), Cell(_sign(name), name), Cell(f" {words}", "faint")]
+    head = [Cell(" " * NAMES)]
+    rows = {
+        lane: [Cell(f"{shown(lane_name(lane), NAMES - 2):>{NAMES - 1}} ")] for lane in run.lanes
+    }
     for one in run.passes:
         wide = max([1, *(len(cells_of(work, one.record.canonical)) for work in one.works)])
-        if most is not None and widths and sum(widths) + wide > most:
-            break
-        widths.append(wide)
-    passes = run.passes[: len(widths)]
-    lanes = Run(passes, run.texts).lanes
-    of = "" if len(passes) == len(run.passes) else f" (the first of {len(run.passes)})"
-    tokens = sum(one.record.committed for one in passes)
-    told = f"{len(lanes)} completions, {len(passes)} passes{of}, {tokens} tokens"
-    legend = [(Cell(_sign(name), name), Cell(f" {LEGEND[name]}  ", "faint")) for name in LEGEND]
-    head = [Cell(" " * NAMES)]
-    rows = {lane: [Cell(f"{shown(lane_name(lane), NAMES - 2):>{NAMES - 1}} ")] for lane in lanes}
-    for one, wide in zip(passes, widths, strict=True):
         head += [_head(one, wide), Cell(" ")]
         works = {work.lane: work for work in one.works}
         for lane, row in rows.items():
             row += _tokens(run, one, works[lane], wide) if lane in works else [_blank(wide)]
             row.append(Cell(" "))
-    legends = [cell for pair in legend for cell in pair]
-    return [[Cell(told, "bold")], legends, head, *rows.values(), *_strip(passes, widths)]
+    return [legend, head, *rows.values()]
 
 
 def _sign(name: str) -> str:
@@ -90,26 +83,6 @@ def _title(run: Run, work: TracedWork) -> str:
     parts += [f"committed {run.text(*work.tokens)}"] if work.tokens else []
     parts.append(f"KV: {work.kv} tokens and {work.kv_drafts} drafts, {work.pages} pages")
     return "; ".join(parts + ([f"ended: {work.end}"] if work.end else []))
-
-
-def _strip(passes: list[TracedPass], widths: list[int]) -> list[Row]:
-    """KV tokens of all completions after each pass: of deterministic requests, of drafts, of plain
-    requests."""
-    held: dict[Lane, tuple[int, int, int]] = {}
-    after = []
-    for one in passes:
-        for work in one.works:
-            kept = (work.kv, work.kv_drafts, 0) if work.deterministic else (0, 0, work.kv)
-            held[work.lane] = kept
-        after.append([sum(values) for values in zip((0, 0, 0), *held.values(), strict=True)])
-    most = max(map(max, after)) or 1
-    names = ("KV, canonical", "KV, drafts", "KV, plain")
-    rows = [[Cell(f"{name:>{NAMES - 1}} ", "faint")] for name in names]
-    for values, wide in zip(after, widths, strict=True):
-        for row, value in zip(rows, values, strict=True):
-            bar = BARS[-(-value * 8 // most)]
-            row += [Cell(bar * TOKEN * wide, "faint"), Cell(" ")]
-    return [*rows, [Cell(f"{'':{NAMES}}KV cache: at most {most} tokens", "faint")]]
 
 
 def svg(drawings: list[list[Row]]) -> str:

@@ -27,7 +27,6 @@ LOOKS = {
     "faint": Look("", "#6a727d", "#98a1ad"),
     "ground": Look("", "#ffffff", "#14161a"),
     "dark": Look("", "#1d2127", "#14161a"),
-    "differs": Look("1;30;43", "#f2b632", "#d99b1c"),
     "prompt": Look("", "#a9bdd6", "#4d6482"),
     "canonical": Look("34", "#2f6fbf", "#5b9bea"),
     "draft": Look("33", "#f2b632", "#d99b1c", "\N{MEDIUM SHADE}"),

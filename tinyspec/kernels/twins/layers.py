@@ -223,3 +223,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     for n, tile in enumerate(tiles):
         out[n] = _tile(tile, weight, bias)
     return out.flatten(0, 1)[:rows]
+
+
+def sort_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """index [R, k] int64, from 0 to E - 1, E = ``num_experts`` -> the pairs of a row and an expert
+    by expert and then by number [R * k], and the first of every expert among them [E + 1]; int64.
+    """
+    chosen = index.flatten()
+    counts = chosen.bincount(minlength=num_experts)
+    return chosen.argsort(stable=True), F.pad(counts.cumsum(0), (1, 0))
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Tensor, starts: Tensor
+) -> Tensor:
+    """Every pair of x [P, K] times the weight of its expert, plus its bias -> [P, N]; the bits of a
+    pair depend on itself and its expert alone, and are those of ``linear``.
+
+    x bf16, fp16 or fp32; weight [E, N, K], bias [E, N] or None, rounded to x's dtype; pairs,
+    starts: of ``sort_by_expert``.
+    """
+    parts = x.index_select(0, pairs).split(starts.diff().tolist())
+    shifts = [None] * len(weight) if bias is None else bias.to(x.dtype)
+    found = [
+        linear(part, one.to(x.dtype), shift)
+        for part, one, shift in zip(parts, weight, shifts, strict=True)
+        if len(part)
+    ]
+    return x.new_empty(len(x), weight.shape[1]).index_copy_(0, pairs, torch.cat(found))
+
+
+def add_experts(out: Tensor, scales: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """out [R * k, H], one for each expert of a row, scales and index [R, k] -> [R, H] in ``dtype``:
+    out times scales, in the wider dtype of both, added in fp32 in ascending order of ``index``."""
+    weighed = out.view(*index.shape, -1) * scales[..., None]
+    order = index.argsort(dim=1, stable=True)
+    first, *others = weighed.take_along_dim(order[..., None], dim=1).unbind(1)
+    total = first.float()
+    for other in others:
+        total = total + other
+    return total.to(dtype)

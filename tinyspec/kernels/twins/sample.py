@@ -156,7 +156,8 @@ def accept_truncate(
     agreed = match.long().cumprod(-1).sum(-1)
     # A row is committed when every row before it agreed with its draft.
     committed = torch.minimum(torch.minimum(agreed + 1, num_rows), remaining)
-    stop = (targets[:, :, None] == stop_ids[:, None, :]).any(-1) & (place < committed[:, None])
+    stop = (targets[:, :, None] == stop_ids[:, None, :]).any(-1) & (targets >= 0)
+    stop &= place < committed[:, None]
     at_stop = torch.where(stop, place, drafts.shape[1]).amin(-1)
     committed = torch.minimum(committed, at_stop + 1)
     stopped = (at_stop < drafts.shape[1]) | (committed == remaining)
