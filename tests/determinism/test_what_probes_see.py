@@ -48,10 +48,16 @@ def test_a_difference_beyond_a_split(backend):
         assert bool(probe.difference(8, passes)) == (backend == "triton")
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize(("family", "router"), [("mixtral", "gate"), ("gpt_oss", "router")])
-def test_operators_of_routers(family, router):
-    """Recorded while scratch weights stand for the model's own, which a parameter is known by."""
-    with Engine(zoo.tiny(family)) as engine, engine.runner.torch_state():
+def test_operators_of_routers(family, router, cast, frozen):
+    """Recorded while scratch weights stand for the model's own, which a parameter is known by, as
+    what it is cast to."""
+    model = zoo.tiny(family).requires_grad_(not frozen)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        engine = Engine(model)
+    with engine, engine.runner.torch_state():
         prober = Prober(engine.runner, engine.contract.modes)
         with prober.scratch.in_place():
             prober.prepare()

@@ -142,7 +142,7 @@ class PassRecorder(TorchDispatchMode):
         self._whole: set[str] = set()
         self._inside: list[str] = []
         self._in_attention = False
-        # Memory of parameters, and of what they were cast to.
+        # Memory of parameters, and of what is computed of them alone: casts by autocast, views.
         self._own = {_storage(p) for p in model.parameters() if not is_packed(p)}
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
@@ -190,18 +190,18 @@ class PassRecorder(TorchDispatchMode):
         if self._in_attention or not self._skipped.isdisjoint(self._inside):
             return result
         name, is_matmul, reads = _operator(func)
-        self._follow_rows(func, reads, (*args, *kwargs.values()), result)
+        given = _tensors((*args, *kwargs.values()))
+        self._follow_rows(func, reads, given, result)
+        if given and all(_storage(x) in self._own for x in given):
+            self._own.update(map(_storage, _tensors([result])))
         if is_matmul:
             self._note_matmul(name, func, args, kwargs)
         elif name in STEPS:
             self._note_step(name, func, args, kwargs, result)
-        elif name == "_to_copy" and _storage(args[0]) in self._own:
-            self._own.add(_storage(result))
         return result
 
-    def _follow_rows(self, func: Any, reads: bool, given: Any, result: Any) -> None:
+    def _follow_rows(self, func: Any, reads: bool, tensors: list[Tensor], result: Any) -> None:
         """Note which memory holds what depends on rows, and where the host reads that."""
-        tensors = _tensors(given)
         depends = any(_storage(x) in self._of_rows for x in tensors)
         for x in _tensors([result]):
             if depends or (x.is_floating_point() and x.shape[:2] == (1, self._rows)):
