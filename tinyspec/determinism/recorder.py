@@ -230,23 +230,27 @@ class PassRecorder(TorchDispatchMode):
             self._note_product(name, func, args)
 
     def _note_product(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
-        """Record a matmul of one tensor with parameters, one of each kind."""
+        """Record a matmul of one tensor with parameters, one of each kind; of a batch of weights,
+        which are experts', for the same rows with each."""
         at = {n: x for n, x in enumerate(args) if isinstance(x, Tensor)}
         own = {n: x for n, x in at.items() if _storage(x) in self._own}
         rows = [n for n in at if n not in own]
-        matrices = [x for x in own.values() if x.dim() == 2]
+        matrices = [x for x in own.values() if x.dim() > 1]
         if len(rows) != 1 or len(matrices) != 1:
             return
         place, x = rows[0], at[rows[0]]
-        weight = matrices[0] if "linear" in name else matrices[0].T
-        lead = (1,) * (x.dim() - 2)
+        weight = matrices[0] if "linear" in name else matrices[0].mT
+        lead = tuple(weight.shape[:-2]) or (1,) * (x.dim() - 2)
 
         def run(given: Tensor) -> Tensor:
-            out = func(*args[:place], given.view(*lead, *given.shape[1:]), *args[place + 1 :])
-            return out.view(1, given.shape[1], -1)
+            count, width = given.shape[1:]
+            same = given.view(*(1 for _ in lead), count, width).expand(*lead, count, width)
+            out = func(*args[:place], same.contiguous(), *args[place + 1 :])
+            return out.movedim(-2, 0).reshape(1, count, -1)
 
         kind = (name, x.dtype, x.dim(), *((w.shape, w.stride(), w.dtype) for w in own.values()))
-        step = RowOp(f"{self.where}: {name}", x.dtype, x.shape[-1:], run, weight)
+        outputs = weight.reshape(-1, x.shape[-1])
+        step = RowOp(f"{self.where}: {name}", x.dtype, x.shape[-1:], run, outputs)
         self._found.setdefault(kind, (self.where, step))
 
     def _note_step(
