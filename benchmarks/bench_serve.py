@@ -14,7 +14,6 @@ Prints Markdown.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -24,13 +23,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection
 from importlib.resources import files
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
-import httpx
 import torch
 from transformers import AutoTokenizer
 
@@ -74,9 +78,9 @@ class Server:
         until = time.monotonic() + START
         while time.monotonic() < until and self._process.poll() is None:
             try:
-                if httpx.get(self.url + "/health").is_success:
+                with urlopen(self.url + "/health"):
                     return self._process.send_signal(signal.SIGSTOP)
-            except httpx.HTTPError:
+            except URLError:
                 time.sleep(0.2)
         raise RuntimeError(f"{self._name} does not answer")
 
@@ -94,18 +98,19 @@ class Server:
         self._process.wait()
 
 
-async def ask(
-    client: httpx.AsyncClient, body: dict[str, Any], times: dict[str, list[float]]
-) -> None:
+def ask(url: str, body: dict[str, Any], times: dict[str, list[float]]) -> None:
     """One request; of a stream the seconds to the first piece of text, and between two."""
-    if not body["stream"]:
-        (await client.post("/v1/completions", json=body)).raise_for_status()
-        return
+    # The plainest client there is: on two cores what a client computes is taken from the engine.
+    connection = HTTPConnection(urlsplit(url).netloc)
     last, kind = time.perf_counter(), "first"
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
+    with closing(connection):
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK:
+            raise RuntimeError(f"{url} answers {answer.status}: {answer.read(1000)!r}")
+        for line in answer if body["stream"] else (answer.read(),):
+            if not line.startswith(b"data: {"):
                 continue
             choices = json.loads(line[6:]).get("choices")
             if choices and choices[0].get("text"):
@@ -114,13 +119,11 @@ async def ask(
                 last, kind = now, "between"
 
 
-async def crowd(url: str, bodies: list[dict[str, Any]], times: dict[str, list[float]]) -> float:
+def crowd(url: str, bodies: list[dict[str, Any]], times: dict[str, list[float]]) -> float:
     """Seconds until all ``bodies``, sent at once, are answered."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        await client.get("/health")
+    with ThreadPoolExecutor(len(bodies)) as threads:
         begun = time.perf_counter()
-        await asyncio.gather(*(ask(client, body, times) for body in bodies))
+        list(threads.map(lambda body: ask(url, body, times), bodies))
         return time.perf_counter() - begun
 
 
@@ -154,7 +157,7 @@ def streams(
         for side, (name, own) in SIDES.items():
             with servers[name].awake() as url:
                 bodies = bodies_of(model, count, tokens, True, own)
-                seconds = asyncio.run(crowd(url, bodies, times[side]))
+                seconds = crowd(url, bodies, times[side])
             if number:
                 rates[side].append(count / seconds)
     plain = median(rates["transformers serve"])
@@ -179,7 +182,7 @@ def overhead(server: Server, model: str, count: int, tokens: int, rounds: int) -
                 seconds = {"engine": time.perf_counter() - begun}
                 with server.awake() as url:
                     bodies = bodies_of(model, count, tokens, False, own)
-                    seconds["server"] = asyncio.run(crowd(url, bodies, {}))
+                    seconds["server"] = crowd(url, bodies, {})
                 for side, each in taken.items():
                     each += [seconds[side]] if number else []
             here, there = (median(each) for each in taken.values())

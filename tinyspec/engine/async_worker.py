@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,20 +74,16 @@ class Call:
             return None
         return self.collect([output_of(request, tokenizer) for request in self.requests])
 
-    def resolve(self, value: Any) -> None:
-        """Let its task go on with ``value``, or with an exception that is raised there."""
-        future, self.future = self.future, None
-        assert future is not None
 
-        def settle() -> None:
-            if not future.done():  # else its task was cancelled
-                raises = isinstance(value, BaseException)
-                (future.set_exception if raises else future.set_result)(value)
+Answer = tuple[asyncio.Future[Any], Any]
 
-        try:
-            future.get_loop().call_soon_threadsafe(settle)
-        except RuntimeError:  # it is closed: nobody waits any more
-            self.ended = True
+
+def settle(answers: list[Answer]) -> None:
+    """Let the tasks that wait go on with values, or with exceptions that are raised there."""
+    for future, value in answers:
+        if not future.done():  # else its task was cancelled
+            raises = isinstance(value, BaseException)
+            (future.set_exception if raises else future.set_result)(value)
 
 
 class AsyncWorker:
@@ -201,16 +198,26 @@ class AsyncWorker:
                 self._fail(unfinished, error)
 
     def _answer(self) -> None:
-        for call in [call for call in self._calls if call.future is not None]:
+        """Tell every loop once what its tasks wait for: waking one takes longer than a token's
+        text."""
+        answers = defaultdict[asyncio.AbstractEventLoop, dict[Call, Answer]](dict)
+        for call in list(self._calls):
+            if (future := call.future) is None:
+                continue
             try:
                 found = call.answer(self._engine.tokenizer)
             except BaseException as error:  # a tokenizer's
                 self._fail([call], error)
                 found = call.error
             if found is not None:
-                call.resolve(found)
-            if call.ended:
-                self._forget(call)
+                call.future = None
+                answers[future.get_loop()][call] = future, found
+        for loop, told in answers.items():
+            try:
+                loop.call_soon_threadsafe(settle, list(told.values()))
+            except RuntimeError:  # it is closed: nobody waits any more
+                for call in told:
+                    self._forget(call)
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         if isinstance(error, StopIteration) or not isinstance(error, Exception):

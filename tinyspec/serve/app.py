@@ -40,8 +40,8 @@ from tinyspec.serve.protocol import (
 from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, ResponsesReply, events_of
 from tinyspec.serve.tools import wanted_calls
 
-# Characters of prompts that wait for each other, and not for longer ones.
-SHORT = 2**16
+# Characters of prompts that are read where they arrive, in at most two milliseconds.
+SHORT = 2**12
 # What a response has that is no function of the request.
 NEVER = {"id", "call_id", "created", "created_at", "completed_at"}
 NEVER |= {"prompt_tokens_details", "input_tokens_details"}
@@ -116,10 +116,10 @@ class Server:
         fits = engine.engine.pool.num_pages * engine.engine.pool.page_size
         if most > fits:  # by default an answer is as long as that
             raise refuse("max_model_len", most, f"at most {fits} tokens, what the page pool holds")
-        # Its own, in threads of their own: long texts hold up neither passes nor streams, nor
+        # Its own, and one in a thread for long texts, which hold up neither passes nor streams, nor
         # short texts; and a text of more characters than so many tokens can have is not read.
-        self.tokenizer, other = (deepcopy(engine.engine.tokenizer) for _ in range(2))
-        self._readers = [(t, ThreadPoolExecutor(1, "tokenizer")) for t in (self.tokenizer, other)]
+        self.tokenizer, self._other = (deepcopy(engine.engine.tokenizer) for _ in range(2))
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._most_characters = most * max(map(len, self.tokenizer.get_vocab()))
         self.metrics = Metrics(engine, model)
         self.fingerprint = engine.engine.fingerprint
@@ -132,9 +132,10 @@ class Server:
             raise refuse("model", name, self.model)
 
     async def by_tokenizer(self, work: Callable[[Any], Any], size: int) -> Any:
-        """What ``work`` makes of a tokenizer, in the thread for texts of this size."""
-        tokenizer, thread = self._readers[size > SHORT]
-        return await asyncio.get_running_loop().run_in_executor(thread, work, tokenizer)
+        """What ``work`` makes of a tokenizer, which takes as long as texts of this ``size`` do."""
+        if size <= SHORT:
+            return work(self.tokenizer)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._other)
 
     async def token_ids(self, body: Any) -> list[list[int]]:
         """Of the prompts of a request. Raises ValueError."""
@@ -198,15 +199,19 @@ class Server:
 
     async def answer(self, body: Any, http: Request) -> Response:
         """What one request for text gets. Raises ClientDisconnect, and what the engine raises."""
-        began, http.state.body = time.monotonic(), body
-        prepared = asyncio.wait_for(self.prepared(body), self.timeout)
-        reply, params = await while_connected(http, prepared)
+        http.state.body = body
+        response: Response = await while_connected(http, self._answered(body))
+        return response
+
+    async def _answered(self, body: Any) -> Response:
+        began = time.monotonic()
+        reply, params = await asyncio.wait_for(self.prepared(body), self.timeout)
+        given = reply.prompts, params
         if body.stream:
-            events = self.engine.stream(reply.prompts, params, **self._how(body, began))
-            first = await while_connected(http, anext(events))
+            events = self.engine.stream(*given, **self._how(body, began))
+            first = await anext(events)
             return EventStreamResponse(self._sent(reply, first, events, began))
-        work = self.engine.generate(reply.prompts, params, **self._how(body, began))
-        found = events_of(await while_connected(http, work))
+        found = events_of(await self.engine.generate(*given, **self._how(body, began)))
         for event in found:
             self._note(event)
         self.metrics.answered(began, reply.prompts)
