@@ -31,8 +31,10 @@ def run(
     def column(name: str) -> Tensor:
         return ints([r[name] for r in requests])
 
+    # Behind a request's drafts there may be anything: here what its targets are.
+    drafts = [r["drafts"] + r["targets"][len(r["drafts"]) :] for r in requests]
     found = accept(
-        table([r["drafts"] for r in requests], width),
+        table(drafts, width),
         table([r["targets"] for r in requests], width),
         column("num_rows"),
         ints([len(r["drafts"]) for r in requests]),
