@@ -158,8 +158,8 @@ def test_operators(refused, work):
 
 @pytest.mark.slow("crosses", 20)
 def test_pages_need_not_be_zeroed(monkeypatch):
-    """By the Triton kernels, as long as values are finite, as the KV write leaves them; the twins do
-    not stand huge numbers in pages."""
+    """By the Triton kernels, where values are finite, as the KV write leaves them; the twins do not
+    stand huge numbers in pages."""
     pages = KVCache.__init__
     requests = [(text(5, seed=1), greedy(2)), (text(9, seed=2), greedy(2, temperature=1.0, seed=3))]
 
