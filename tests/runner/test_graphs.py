@@ -19,7 +19,9 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import model_state
+from tinyspec.model.torch_state import stream_of
 from tinyspec.runner import batch, graphs
+from tinyspec.runner.batch import PassShape
 from tinyspec.runner.graphs import PassGraphs
 
 CONFIG = EngineConfig(
@@ -226,6 +228,22 @@ def test_a_capture_that_fails(monkeypatch, caplog):
     assert served(TWO) == expected
     assert log.captures == 2 and log.replays == 0  # canonical passes and others
     assert "no graph today" in caplog.text
+
+
+def test_canonical_passes_have_graphs_of_their_own(monkeypatch):
+    """Though all else of their shape is another's: linears may run in tiles there."""
+    log = with_graphs(monkeypatch)
+    passes = PassGraphs(stream_of(torch.device("cpu")), on=True)
+
+    def logits(canonical):
+        with passes.looking(canonical):
+            pass
+        shape = PassShape(bucket=8, segments=8, logit_rows=8, canonical=canonical)
+        return passes.run(shape, canonical, (), lambda: torch.full((8,), float(canonical)))
+
+    for canonical in (False, True) * 4:
+        assert logits(canonical).eq(canonical).all()
+    assert len(passes) == 2 and log.replays == 6
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), ("cpu", "triton")])
