@@ -31,7 +31,6 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -80,7 +79,7 @@ class Server:
             try:
                 with urlopen(self.url + "/health"):
                     return self._process.send_signal(signal.SIGSTOP)
-            except URLError:
+            except OSError:
                 time.sleep(0.2)
         raise RuntimeError(f"{self._name} does not answer")
 

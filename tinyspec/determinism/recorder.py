@@ -243,10 +243,9 @@ class PassRecorder(TorchDispatchMode):
         lead = tuple(weight.shape[:-2]) or (1,) * (x.dim() - 2)
 
         def run(given: Tensor) -> Tensor:
-            count, width = given.shape[1:]
-            same = given.view(*(1 for _ in lead), count, width).expand(*lead, count, width)
-            out = func(*args[:place], same.contiguous(), *args[place + 1 :])
-            return out.movedim(-2, 0).reshape(1, count, -1)
+            same = given[0].expand(*lead, *given.shape[1:]).contiguous()
+            out = func(*args[:place], same, *args[place + 1 :])
+            return out.movedim(-2, 0).reshape(1, given.shape[1], -1)
 
         kind = (name, x.dtype, x.dim(), *((w.shape, w.stride(), w.dtype) for w in own.values()))
         outputs = weight.reshape(-1, x.shape[-1])

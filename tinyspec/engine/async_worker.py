@@ -215,7 +215,7 @@ class AsyncWorker:
         for loop, told in answers.items():
             try:
                 loop.call_soon_threadsafe(settle, list(told.values()))
-            except RuntimeError:  # it is closed: nobody waits any more
+            except RuntimeError:  # it is closed: no task waits any more
                 for call in told:
                     self._forget(call)
 
