@@ -95,9 +95,9 @@ def proof_seconds(results: ProbeResults, rows: int) -> float:
 class Contract:
     """Fingerprint and probe results of one engine.
 
-    buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
-    before it is first needed and after the model changed. runs_user_code: whether passes run hooks
-    or modules of no known library. renew: makes another shadow, which is given to ``serve``.
+    buckets: of the engine; canonical ones are marked as they become known. runs_user_code: whether
+    passes run hooks or modules of no known library. renew: makes another shadow, which is given to
+    ``serve``.
     results: what is known; None before it is first needed and after the model changed. modes: of
     linears. extra: what runs beside the model.
     """
@@ -105,7 +105,7 @@ class Contract:
     def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
         self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
-        self.known_fingerprint: Fingerprint | None = None
+        self._fingerprint: Fingerprint | None = None  # of weights that may have changed since
         self._runner, self._config = runner, runner.config
         self._renew, self.buckets = renew, runner.buckets
         self._key = ""
@@ -132,7 +132,7 @@ class Contract:
     def _forget(self) -> None:
         """What was found out of the model and the process holds no more."""
         self._go_by(None)
-        self.drop_fingerprint()
+        self._weights_digest = None
 
     # What changes
 
@@ -169,9 +169,7 @@ class Contract:
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            self._weights_digest = self._digests()
-            if before not in (None, self._weights_digest):
-                self.known_fingerprint = None
+            if before not in (None, self._digest()):
                 return WEIGHTS
         return what
 
@@ -186,7 +184,7 @@ class Contract:
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
-        self.drop_fingerprint()
+        self._weights_digest = None
         self._served.follow_weights()
         if (found := layouts(self._model)) != self._layouts:
             self._layouts = found
@@ -208,12 +206,24 @@ class Contract:
 
     def current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
-        if self.known_fingerprint is None:
-            if self._weights_digest is None:
-                self._weights_digest = self._digests()
-            given = self._weights_digest, self._config, self._served.counters()
-            self.known_fingerprint = fingerprint(self._model, *given)
-        return self.known_fingerprint
+        digests = self._weights_digest or self._digest()
+        if self._fingerprint is None:
+            counters = self._served.counters()
+            self._fingerprint = fingerprint(self._model, digests, self._config, counters)
+        return self._fingerprint
+
+    @property
+    def known_fingerprint(self) -> Fingerprint | None:
+        """The fingerprint, unless it would have to be computed."""
+        return None if self._weights_digest is None else self._fingerprint
+
+    def _digest(self) -> dict[str, str]:
+        """Digests of the weights as they are now, which go into the fingerprint: no other part of
+        it depends on them."""
+        self._weights_digest = self._digests()
+        if self._fingerprint is not None:
+            self._fingerprint = self._fingerprint.with_weights(self._weights_digest)
+        return self._weights_digest
 
     def _digests(self) -> dict[str, str]:
         """Of weights, by the part of the fingerprint."""
@@ -222,10 +232,6 @@ class Contract:
         if self._extra is not None:
             found["thinking"] = digest_extra(self._extra, counters)
         return found
-
-    def drop_fingerprint(self) -> None:
-        """The weights changed: the next fingerprint needs a new digest of them."""
-        self._weights_digest = self.known_fingerprint = None
 
     # The proof
 
@@ -321,7 +327,7 @@ class Contract:
         self.results = results
         if results is None or results.unsound:
             self.modes.restore()
-            self.known_fingerprint = None
+            self._fingerprint = None
             self.buckets.forget()
         else:
             self.modes.tile(results.tiled)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.environment import canary, driver, environment
-from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
+from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened, weight_parts
 from tinyspec.determinism.model_state import function_settings, functions, tensors
 from tinyspec.determinism.results import code_digest
 from tinyspec.model.checksum import checksum
@@ -162,7 +162,7 @@ def fingerprint(
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
         "linear_kernel": served_by_kernel(model),
         "gradients": asking_for_gradients(model),
-        **{name: DIGEST + digest[:32] for name, digest in weights.items()},
+        **weight_parts(weights),
         "config": _config(model),
         "modules": functions(model),
         "settings": function_settings(model, ignored),
