@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,6 +22,9 @@ from tinyspec.model import openmp
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request
 
+# Seconds between calls that come at once, and that all of these may take: where nothing runs they
+# share the first pass, which would hold up the others.
+APART, MOST = 0.001, 0.02
 # Of a call that has no requests, and waits for nobody.
 URGENT = -math.inf
 
@@ -164,12 +168,15 @@ class AsyncWorker:
 
     def _take(self) -> bool:
         """Note what was told, once there is something to do; whether to go on."""
-        waits = not (self.stopped or any(call.unfinished for call in self._calls))
+        idle = not (self.stopped or any(call.unfinished for call in self._calls))
+        # Other threads may be using the engine, and calls wait for them.
+        waits, seconds, until = idle, LOOK if self.waiting else None, math.inf
         with suppress(Empty):
             while True:
-                # Other threads may be using the engine, and calls wait for them.
-                call = self._told.get(waits, LOOK if self.waiting else None)
-                waits = False
+                call = self._told.get(waits, seconds)
+                now = time.monotonic()
+                until = min(until, now + MOST)
+                waits, seconds = idle and now < until, APART
                 if call is None:
                     self.stopped = True
                 elif call.ended:
