@@ -62,6 +62,7 @@ LAYERS = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
 WIDTHS = [63, 1024, 2880, 4096, 32768]
 NORMS = {"sum": (True, False), "sum offset": (True, True), "alone": (False, False)}
 INNER = {"even": (3072, 14336), "odd": (63, 11009)}
+CHANNELS = {"even": (1024, 2048), "odd": (63, 1001)}
 # Sizes of vocabularies per binary, by how far they divide.
 VOCABULARIES = {"even": (4096, 128256, 151936), "odd": (1, 50257)}
 # Of what does not attend.
@@ -103,6 +104,8 @@ def entries() -> dict[str, Callable[[], Iterator[Call]]]:
     for dtype, kind, rounds in product(dtypes, ("even", "odd"), (True, False)):
         calls = partial(add_calls, dtype, kind, rounds)
         found[f"add {dtype} {kind} rounds={rounds}"] = calls
+    for dtype, kind in product(dtypes, CHANNELS):
+        found[f"short_conv {dtype} {kind}"] = partial(short_conv_calls, dtype, kind)
     return found
 
 
@@ -225,6 +228,21 @@ def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> Iterator[Call
     for width, rows in product(INNER[kind], ROWS):
         both = torch.zeros(rows, 2 * width, dtype=dtype)
         yield partial(gated, both[:, :width], both[:, width:], activation)
+
+
+def short_conv_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
+    from tinyspec.kernels.backend import AttentionMetadata
+    from tinyspec.kernels.short_conv import short_conv
+
+    for width, rows, size in product(CHANNELS[kind], ROWS, (16, 128)):
+        # x cut out of a wider one, a weight and metadata at any address.
+        x, weight = torch.zeros(rows, 3 * width, dtype=dtype), torch.zeros(width * 3 + 1)
+        pool = torch.zeros(2, size, 1, width, dtype=dtype)
+        given = ints([0] * 3 * rows).view(rows, 3)[:, 1:], ints([0] * (rows + 2))[1:]
+        metadata = AttentionMetadata(*given, ints([0] * (rows + 1))[1:], size)
+        weight = weight[1:].view(width, 3).to(dtype)
+        slots = torch.zeros(rows + 1, dtype=torch.long)[1:]
+        yield partial(short_conv, x[:, :width], weight, weight[:, 0].clone(), pool, slots, metadata)
 
 
 def answer() -> None:
@@ -404,6 +422,7 @@ ESSENTIAL = {
     ("gfx942", "linear torch.bfloat16 odd kn"),
     ("sm_90", "add_rms_norm torch.bfloat16 4096 sum"),
     ("sm_90", "gated torch.bfloat16 even silu"),
+    ("sm_90", "short_conv torch.bfloat16 even"),
     *(("sm_90", entry) for entry in ("sort", "add torch.bfloat16 even rounds=True")),
     *(("gfx942", entry) for entry in ("grouped torch.bfloat16 odd kn", WIDER)),
 }

@@ -86,9 +86,9 @@ def through(model, monkeypatch, way):
     context.kernels = replace(twins, fused_kv_write=write)
     metadata, slots, positions = packed()
     pages = sum(-(-n // PAGE) for n in LENGTHS)
-    cache = KVCache(patched.layers, pages, PAGE, model.dtype, model.device)
+    cache = KVCache(patched, pages, PAGE, model.dtype)
     cache.zero(list(range(pages)))
-    context.k, context.v = cache.k, cache.v
+    context.hold(cache.k, cache.v, cache.rows)
     ids = torch.randint(2, VOCAB, (1, ROWS), generator=torch.Generator().manual_seed(1))
     more = accepted(model, position_ids=positions[None], use_cache=False)
     try:

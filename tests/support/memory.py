@@ -73,13 +73,12 @@ def pool_of(model) -> tuple[int, int]:
     cache = model.generate._engine.runner._cache
     if cache is None:
         return 0, 0
-    tensors = [*cache.k, *cache.v]
+    tensors = cache.pools
     return len(tensors[0]), sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def page_bytes(model, page_size: int = SMALL.page_size) -> int:
-    layers = model.generate._engine.served.layers
-    return KVCache.page_bytes(layers, page_size, model.dtype)
+    return KVCache.page_bytes(model.generate._engine.served, page_size, model.dtype)
 
 
 def generate(model, prompts=None, tokens: int = 20, **settings):

@@ -105,7 +105,7 @@ class ModelProbe:
         ids = torch.randint(runner.vocab_size, (distinct,), generator=generator)
         self._ids: list[int] = ids.tolist()
         self._cache = runner.pages(self._copies * self._pages)
-        self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
+        self._pools = [p.flatten(0, 1).flatten(1) for p in self._cache.pools]
         self._fill_pages()
 
     def run_tokens(self, ids: Tensor, canonical: bool = True) -> None:
@@ -186,7 +186,7 @@ class ModelProbe:
         generator = torch.Generator().manual_seed(1)
         scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
         scale = scale.to(self._runner.device, self._runner.dtype)
-        for pool in (*self._cache.k, *self._cache.v):
+        for pool in self._cache.pools:
             noise = torch.randn(pool.shape[1:], generator=generator).to(scale)
             own = pool[: self._pages]
             filled = torch.mul(noise, scale, out=own if own.dtype == noise.dtype else None)
@@ -194,7 +194,7 @@ class ModelProbe:
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""
-        for pool in (*self._cache.k, *self._cache.v):
+        for pool in self._cache.pools:
             copies = pool.view(self._copies, self._pages, *pool.shape[1:])
             copies[1:] = copies[:1]
 

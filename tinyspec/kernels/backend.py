@@ -24,8 +24,11 @@ from torch import Tensor
 PREFIXES = ("CUBLAS", "TORCH_CUBLAS", "NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUDA_LT")
 LOGS = "_LOG"
 MODULES = {
-    "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states", "experts"),
-    "torch": ("twins.layers", "twins.attention", "twins.sample"),
+    "triton": (
+        *("kv_write", "paged_attention", "accept", "sample", "hidden_states", "experts"),
+        "short_conv",
+    ),
+    "torch": ("twins.layers", "twins.attention", "twins.sample", "twins.short_conv"),
 }
 
 
@@ -47,6 +50,7 @@ class Kernels:
     sort_by_expert: Callable[..., Any]
     grouped_linear: Callable[..., Any]
     add_experts: Callable[..., Any]
+    short_conv: Callable[..., Any]
 
 
 @dataclass

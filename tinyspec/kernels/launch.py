@@ -128,6 +128,9 @@ ACCEPT = RowLaunch(32, num_warps=1)
 # Of pairs of a row and an expert. Two loads of 16 bytes a lane; with more warps one would spill.
 SORT = RowLaunch(1024, num_warps=4)
 ADD_EXPERTS = RowLaunch(512, num_warps=1)
+SHORT_CONV = RowLaunch(512, num_warps=1)
+# Segments that a program looks through at a time for that of its row.
+SEGMENTS = 64
 
 # Attention's programs are as many as a device runs at a time; who computes what changes no bit.
 PROGRAMS_PER_SM = 2

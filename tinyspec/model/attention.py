@@ -102,7 +102,8 @@ class PendingRope(NamedTuple):
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
-    kernels: set before the first pass. layers: the attention calls of a pass, in order. autocast:
+    kernels: set before the first pass. k, v: the pool, by attention call. rows: of each short
+    convolution, in order of the modules. layers: the attention calls of a pass, in order. autocast:
     of the forward that they are a part of. A forward in another thread is refused.
     """
 
@@ -112,6 +113,7 @@ class AttentionContext:
         self.autocast = autocast
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
+        self.rows: list[Tensor] = []
         self.layers: list[AttentionCall] = []
         self.recorder: Attend | None = None
         self.metadata: AttentionMetadata | None = None
@@ -122,7 +124,7 @@ class AttentionContext:
         # A norm, hidden states, and what the norm gives them, computed before it is called.
         self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
         self._pending: PendingRope | None = None
-        self._calls = 0
+        self._calls = self._convolutions = 0
 
     def record(self, recorder: Attend | None, positions: Tensor | None = None) -> None:
         """Send this thread's attention calls to ``recorder``; None ends it."""
@@ -139,7 +141,11 @@ class AttentionContext:
         """A pass begins in this thread; tape: of one that is differentiated."""
         self.metadata, self.slot_mapping, self.positions = metadata, slot_mapping, positions
         self.tape, self.thread = tape, get_ident()
-        self._calls = 0
+        self._calls = self._convolutions = 0
+
+    def hold(self, k: list[Tensor], v: list[Tensor], rows: list[Tensor]) -> None:
+        """Passes read and write these pools from now on."""
+        self.k, self.v, self.rows = k, v, rows
 
     def check(self) -> None:
         """Raise RuntimeError if the forward that ended made fewer attention calls than recorded at
@@ -148,6 +154,11 @@ class AttentionContext:
             raise RuntimeError(
                 f"the model called attention {self._calls} times in a pass, {len(self.layers)} "
                 "times when it was loaded: which of its layers run must not depend on its rows"
+            )
+        if self._convolutions != len(self.rows):
+            raise RuntimeError(
+                f"the model ran {self._convolutions} short convolutions in a pass and has "
+                f"{len(self.rows)}: which of its layers run must not depend on its rows"
             )
         if self._pending is not None:
             raise RuntimeError("a layer rotated q and k and then did not call attention")
@@ -278,6 +289,24 @@ class AttentionContext:
             else:
                 out = read(write(q, k, v, **norm), **scores)
         return out if width == dim else out[..., :width].contiguous()
+
+    def convolve(self, number: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Short convolution ``number`` of a pass, of rows x [R, C]; weight [C, K], bias [C]."""
+        if self.recorder is not None and self.thread == get_ident():
+            return x
+        kernels, metadata, slots = self.kernels, self.metadata, self.slot_mapping
+        if not self.serves() or metadata is None or slots is None:
+            raise RuntimeError(TAKEN)
+        self._convolutions += 1
+        (x,) = self.autocast.cast(x)
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return kernels.short_conv(x, weight, bias, self.rows[number], slots, metadata)
+
+        with self.autocast.off():
+            if self.tape is not None and torch.is_grad_enabled():
+                return self.tape.convolve(number, run, x, weight, bias)
+            return run(x, weight, bias)
 
 
 class PagedAttention(nn.Module):

@@ -148,8 +148,8 @@ class Tape:
     """
 
     segments: list[Segment]
-    before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    after: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    before: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    after: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def attend(
         self,
@@ -194,6 +194,40 @@ class Tape:
 
         attention = partial(segment_attention, segments=self.segments, **scores)
         out: Tensor = recomputed(paged, attention, q, k, v, sinks, *known)
+        return out
+
+    def convolve(
+        self,
+        number: int,
+        run: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Short convolution ``number`` by the kernel, ``run``; weight [C, K] and bias [C]."""
+        rows, reach = x[: self.segments[-1].end], weight.shape[1] - 1
+        before = rows[:0]
+        if (more := self.segments[0].keys - self.segments[0].end) > 0:
+            (before,) = self.before[~number]
+            before = before[len(before) - min(more, reach) :]
+        # Under numbers that no attention call has.
+        self.after.setdefault(~number, (torch.cat((before, rows)),))
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
+            found, taps = [], weight[:, None].to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+            for segment in self.segments:
+                own = x[segment.first : segment.end]
+                own = torch.cat((before, own)) if segment is self.segments[0] else own
+                behind = F.pad(own, (0, 0, reach, 0)).T[None]
+                out = F.conv1d(behind, taps, bias, groups=len(weight))[0].T
+                found.append(out[-(segment.end - segment.first) :])
+            return torch.cat([*found, torch.zeros_like(x[self.segments[-1].end :])])
+
+        def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor) -> Tensor:
+            return run(x, weight, bias)
+
+        out: Tensor = recomputed(kernel, plain, x, weight, bias, before)
         return out
 
 

@@ -34,11 +34,13 @@ from tinyspec.model.moe import expert_stand_ins
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
 from tinyspec.model.served_model import ServedModel
+from tinyspec.model.short_conv import conv_stand_ins
 from tinyspec.model.supported import (
     LEAST_POSITIONS,
     length_refusal,
     loading_refusal,
     max_positions,
+    recurrent_layers,
     refusal,
     swap_refusal,
 )
@@ -145,11 +147,16 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     served.swap({m: rope_table(m, length, like) for m in modules if _is_rotary(m)})
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
+    with TorchState(model.device)(), served.autocast.on():
+        made, served.channels = conv_stand_ins(model, context)
+    if len(made) != (count := recurrent_layers(model)):
+        raise unsupported(model, f"of its {count} layers with a state {len(made)} are known")
     # Made before there are modules that run in passes only.
     layers: dict[nn.Module, nn.Module] = {}
     if fuses_layers(config) and served.autocast.dtype is None:
         with TorchState(model.device)():
             layers = layer_stand_ins(model, context, last)
+    served.swap(made)
     _swap_attention(served, last)
     served.swap(layers)
     if config.linear == "always":

@@ -40,7 +40,8 @@ class ServedModel:
     of it and of what it is a part of. autocast: of its forward. dtype: of products, queries, keys
     and values.
 
-    layers: heads of every attention call of a forward, in order. swapped: in the order of swapping.
+    layers: heads of every attention call of a forward, in order. channels: of every short
+    convolution, in order of the modules. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
     written: names of buffers, and parameters of the user's modules, that passes were seen to write
     to since weights changed otherwise.
@@ -54,6 +55,7 @@ class ServedModel:
         self.autocast, self.context = autocast, AttentionContext(autocast)
         self.dtype = autocast.dtype or self.model.dtype
         self.layers: list[LayerShape] = []
+        self.channels: list[int] = []
         self.keeps_logits = True
         self.swapped: list[Swapped] = []
         self.tiles = RowTiles(self.context)

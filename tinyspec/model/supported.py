@@ -30,26 +30,27 @@ CACHE_NAMES = ("cache", "past_key_values")
 _prepared = signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = next((name for name in CACHE_NAMES if name in _prepared), CACHE_NAMES[0])
 SERVED_TYPES = """
-afmoe apertus apertus1p5_text arcee aria_text axk1 bart beam bert bert-generation
-bigbird_pegasus biogpt bitnet blenderbot blenderbot-small camembert codegen cohere cohere2
-cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama
-dory dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint
-fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified
-gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox
-gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
-hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
-laguna llama llama4 llama4_text longcat_flash marian mbart mellum mimo_v2_flash minicpm3
-minimax_m2 ministral ministral3 mistral mixtral mllama modernbert-decoder
-moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3
-phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm
-roc_bert sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-whisper xlm-roberta xlm-roberta-xl xmod youtu
+afmoe apertus apertus1p5_text arcee aria_text axk1 bart beam bert bert-generation bigbird_pegasus
+biogpt bitnet blenderbot blenderbot-small camembert codegen cohere cohere2 cohere2_moe
+cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dory dots1
+electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint fuyu gemma
+gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm
+glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
+granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe
+lfm3 llama llama4 llama4_text longcat_flash marian mbart mellum mimo_v2_flash minicpm3 minimax_m2
+ministral ministral3 mistral mixtral mllama modernbert-decoder moss_transcribe_diarize nanochat
+nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart qwen2
+qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert sarvam_mla sarvam_moe seed_oss
+smollm3 solar_open stablelm starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu
 """
 SERVED = frozenset(SERVED_TYPES.split())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "conv"}
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+# Of a layer with a state; served where that is a short convolution's.
+RECURRENT = "LinearAttentionLayer"
 # Introspection and the parity check run at so many positions, whatever max_model_len is.
 LEAST_POSITIONS = 64
 # What configs call the longest sequence.
@@ -67,15 +68,23 @@ def refusal(model: PreTrainedModel) -> str | None:
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     text = config.get_text_config(decoder=True)
-    kept = {type(layer).__name__ for layer in _cache_layers(text)} - CACHE_LAYERS
+    kinds = getattr(text, "layer_types", None) or ()
+    served = CACHE_LAYERS | ({RECURRENT} if "conv" in kinds else set())
+    kept = {type(layer).__name__ for layer in _cache_layers(text)} - served
     if kept:
         return f"it keeps state other than keys and values ({', '.join(sorted(kept))})"
-    others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    others = set(kinds) - LAYER_TYPES
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"
     if any(rope.get("rope_type") == "dynamic" for rope in _ropes(text)):
         return "dynamic RoPE scaling makes a row depend on the longest sequence"
     return None
+
+
+def recurrent_layers(model: PreTrainedModel) -> int:
+    """How many layers of the model's own cache keep a state."""
+    layers = _cache_layers(model.config.get_text_config(decoder=True))
+    return [type(layer).__name__ for layer in layers].count(RECURRENT)
 
 
 def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.kernels.twins.layers import CODES
-from tinyspec.model.attention import LayerShape
 from tinyspec.model.served_model import ServedModel
 from tinyspec.runner.device_queue import to_device
 
@@ -32,7 +31,8 @@ def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
 
 
 class KVCache:
-    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says.
+    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says; of
+    each short convolution rows [num_pages, page_size, 1, channels] in the model's dtype.
 
     For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
     their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
@@ -41,39 +41,41 @@ class KVCache:
 
     def __init__(
         self,
-        layers: list[LayerShape],
+        served: ServedModel,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
-        device: torch.device,
         zeroed: bool = False,
     ):
         new: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
 
-        def pool(layer: LayerShape) -> Tensor:
-            shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            return new(shape, dtype=dtype, device=device)
+        def pool(heads: int, width: int, dtype: torch.dtype) -> Tensor:
+            shape = (num_pages, page_size, heads, width)
+            return new(shape, dtype=dtype, device=served.model.device)
 
-        self.layers, self.dtype = layers, dtype
-        self.k = [pool(layer) for layer in layers]
-        self.v = [pool(layer) for layer in layers]
+        shapes = [(layer.num_kv_heads, layer.head_dim, dtype) for layer in served.layers]
+        self.k, self.v = ([pool(*shape) for shape in shapes] for _ in range(2))
+        self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
+        self.pools = (*self.k, *self.v, *self.rows)
+        self.kind = (served.layers, served.channels, served.dtype, dtype)
         self.page_size = page_size
         self.written = 0
         # The probes read the first page without owning it.
         self.zero([0])
 
     @staticmethod
-    def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers, k and v."""
-        width = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
-        return 2 * width * page_size * dtype.itemsize
+    def page_bytes(served: ServedModel, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers."""
+        width = sum(layer.num_kv_heads * layer.head_dim for layer in served.layers)
+        rows = sum(served.channels) * served.dtype.itemsize
+        return page_size * (2 * width * dtype.itemsize + rows)
 
     def zero(self, pages: list[int]) -> None:
         """Zero whole pages."""
         if pages:
             self.written = max(self.written, max(pages) + 1)
-            index = to_device(np.array(pages, np.int64), self.k[0].device)
-            for pool in (*self.k, *self.v):
+            index = to_device(np.array(pages, np.int64), self.pools[0].device)
+            for pool in self.pools:
                 pool.index_fill_(0, index, 0)
 
     def zero_tail(self, pages: list[int], tokens: int) -> None:
@@ -81,12 +83,12 @@ class KVCache:
         assert len(pages) == -(-tokens // self.page_size), (pages, tokens)
         offset = tokens % self.page_size
         if offset:
-            for pool in (*self.k, *self.v):
+            for pool in self.pools:
                 pool[pages[-1], offset:].zero_()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
-        for pool in (*self.k, *self.v):
+        for pool in self.pools:
             pool[target].copy_(pool[source])
 
 
@@ -112,7 +114,7 @@ def most_pages(config: EngineConfig, served: ServedModel, held: int = 0) -> int:
     """
     assert config.page_size and config.max_model_len
     device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
-    page = KVCache.page_bytes(served.layers, config.page_size, dtype)
+    page = KVCache.page_bytes(served, config.page_size, dtype)
     if config.num_pages is not None:
         there = _free_memory(device)
         if config.num_pages * page > there:

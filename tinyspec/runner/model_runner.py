@@ -57,7 +57,7 @@ class ModelRunner:
         """Run this model from now on, on pages of its own where it has others; no pass may be
         running."""
         model, before = served.model, self._cache
-        self._context.k, self._context.v = [], []  # the model of before is collected late
+        self._context.hold([], [], [])  # the model of before is collected late
         self.graphs.clear()
         self.served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
@@ -68,17 +68,17 @@ class ModelRunner:
         self.dtype = served.dtype
         self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
         if before is not None:
-            if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
+            if before.kind != (served.layers, served.channels, served.dtype, self.kv_dtype):
                 self.release()
             else:
-                self._context.k, self._context.v = before.k, before.v
+                self._context.hold(before.k, before.v, before.rows)
 
     @property
     def cache(self) -> KVCache:
         """The KV pool; allocated when first needed and again after ``release``."""
         if self._cache is None:
-            self._cache = self.pages(self._pool.num_pages)
-            self._context.k, self._context.v = self._cache.k, self._cache.v
+            self._cache = cache = self.pages(self._pool.num_pages)
+            self._context.hold(cache.k, cache.v, cache.rows)
         return self._cache
 
     @property
@@ -94,7 +94,7 @@ class ModelRunner:
     def pages(self, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
         """New pages, of another ``dtype`` than the engine's where one is given."""
         dtype, zeroed = dtype or self.kv_dtype, self.kernels.backend == "triton"
-        return KVCache(self.layers, num_pages, self.page_size, dtype, self.device, zeroed)
+        return KVCache(self.served, num_pages, self.page_size, dtype, zeroed)
 
     def drop_graphs(self) -> None:
         """To call where what graphs hold may have changed, or its memory is wanted; the twins run
@@ -118,19 +118,19 @@ class ModelRunner:
         """Free the pool's memory; no pass may be running."""
         self.drop_graphs()
         self._cache = None
-        self._context.k, self._context.v = [], []
+        self._context.hold([], [], [])
         self.torch_state.stream.give_back()
 
     @contextmanager
     def on_pages(self, cache: KVCache) -> Iterator[KVCache]:
         """Passes of the ``with`` block read and write ``cache`` instead of the engine's pool."""
         context = self._context
-        before = context.k, context.v
-        context.k, context.v = cache.k, cache.v
+        before = context.k, context.v, context.rows
+        context.hold(cache.k, cache.v, cache.rows)
         try:
             yield cache
         finally:
-            context.k, context.v = before
+            context.hold(*before)
 
     def run(
         self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None
@@ -141,7 +141,7 @@ class ModelRunner:
         it runs; no graph has them.
         """
         marks, written = self.served.marks(), len(self.served.written)
-        shape, pools = packed.shape, (*self.cache.k, *self.cache.v)
+        shape, pools = packed.shape, self.cache.pools
         assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
         if self.kernels.backend == "torch":
             self.cache.zero(packed.fresh)

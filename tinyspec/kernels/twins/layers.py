@@ -100,7 +100,7 @@ def _angles(cos: Tensor, sin: Tensor, interleaved: bool, derived: Derived) -> tu
     return derived[key][:2]
 
 
-def _written(slot_mapping: Tensor, derived: Derived) -> tuple[Tensor | None, Tensor]:
+def written_rows(slot_mapping: Tensor, derived: Derived) -> tuple[Tensor | None, Tensor]:
     """The rows that are written, None for all, and their slots."""
     key = "written", id(slot_mapping)
     if key not in derived:
@@ -164,7 +164,7 @@ def fused_kv_write(
     derived = {} if derived is None else derived
     angles = None if cos is None or sin is None else (cos, sin)
     q, k = norm_and_rotate(q, k, angles, q_weight, k_weight, eps, interleaved, derived)
-    rows, slots = _written(slot_mapping, derived)
+    rows, slots = written_rows(slot_mapping, derived)
     if rows is not None:
         k, v = k[rows], v[rows]
     for cache, x in ((k_cache, k), (v_cache, v)):

@@ -1,0 +1,90 @@
+"""Short convolutions (LFM2) over the pages of the pass that is running.
+
+A row needs the gated inputs of a few rows before it; these lie in pages as keys do, so whatever
+cuts off, shares or copies pages does so with them. Knows no model by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyspec.kernels import backend
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.model.attention import AttentionContext
+from tinyspec.model.scratch_weights import scratch_weights
+from tinyspec.model.shadow import standing_in
+from tinyspec.model.trial import ROWS, close, kind_of, probe_rows
+from tinyspec.model.wrappers import runs_class_forward
+
+
+class PagedShortConv(nn.Module):
+    """out_proj(c * conv(b * x)), of in_proj's thirds b, c and x."""
+
+    in_proj: nn.Module
+    conv: nn.Conv1d
+    out_proj: nn.Module
+
+    tinyspec_context: AttentionContext
+    tinyspec_number: int
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """hidden_states [1, R, hidden]."""
+        b, c, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        weight, bias = self.conv.weight.flatten(1), self.conv.bias
+        mixed = self.tinyspec_context.convolve(self.tinyspec_number, b * x, weight, bias)
+        return self.out_proj((c * mixed)[None])
+
+
+def _has_parts(module: Any) -> bool:
+    conv, *linears = (getattr(module, name, None) for name in ("conv", "in_proj", "out_proj"))
+    return (
+        isinstance(conv, nn.Conv1d)
+        and conv.groups == conv.in_channels == conv.out_channels
+        and conv.padding == (conv.kernel_size[0] - 1,)
+        and (conv.stride, conv.dilation, conv.padding_mode) == ((1,), (1,), "zeros")
+        and all(isinstance(linear, nn.Module) for linear in linears)
+        and runs_class_forward(module)
+    )
+
+
+def _agrees(module: Any, context: AttentionContext) -> bool:
+    """Whether the stand-in gives what the module gives rows of one sequence, up to rounding."""
+    trial, like = AttentionContext(context.autocast), module.conv.weight
+    trial.kernels = backend.load("torch")
+    channels, device = module.conv.in_channels, like.device
+    rows = probe_rows((channels,), like.dtype, device)[None]
+    trial.hold([], [], list(trial.autocast.cast(rows.new_zeros(1, ROWS, 1, channels))))
+    place = torch.arange(ROWS, device=device)
+    try:
+        with scratch_weights(module):
+            own = module(hidden_states=rows)
+            trial.begin(AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, device), place, place)
+            found = stand_in_of(module, trial, 0)(hidden_states=rows)
+        trial.check()
+    except Exception:  # of whatever kind
+        return False
+    return close(found, own)
+
+
+def stand_in_of(module: nn.Module, context: AttentionContext, number: int) -> nn.Module:
+    """Of short convolution ``number`` of a pass."""
+    own = {"tinyspec_context": context, "tinyspec_number": number}
+    return standing_in(module, PagedShortConv, **own)
+
+
+def conv_stand_ins(
+    model: nn.Module, context: AttentionContext
+) -> tuple[dict[nn.Module, nn.Module], list[int]]:
+    """The stand-ins of short convolutions, in order of the modules, and their channels."""
+    agreed: dict[Any, bool] = {}
+    made: dict[Any, nn.Module] = {}
+    for module in filter(_has_parts, model.modules()):
+        kind = kind_of(module)
+        if kind not in agreed:
+            agreed[kind] = _agrees(module, context)
+        if agreed[kind]:
+            made[module] = stand_in_of(module, context, len(made))
+    return made, [module.conv.in_channels for module in made]
