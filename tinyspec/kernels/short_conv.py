@@ -69,7 +69,7 @@ def short_conv_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    for j in tl.static_range(K):
+    for j in range(K):
         back = K - 1 - j
         at = position - back
         given = live & (row - back >= first)
