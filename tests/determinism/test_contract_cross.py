@@ -36,8 +36,9 @@ def mixed():
 
 
 def quick(kind, dtype):
-    """Models as they are differ less: one dtype by default."""
-    slow = () if kind != "as is" or dtype == "bf16" else pytest.mark.slow("crosses", 2)
+    """Models as they are differ less, and convolutions follow no dtype: one by default."""
+    always = kind == "shape-sensitive" or dtype == {"as is": "bf16", "convolutions": "fp32"}[kind]
+    slow = () if always else pytest.mark.slow("crosses", 2)
     return pytest.param((kind, dtype), marks=slow, id=f"{kind}-{dtype}")
 
 

@@ -24,10 +24,11 @@ def triton_engine(model, **settings):
     return engine_of(model, backend="triton", **settings)
 
 
-@pytest.fixture(scope="module", params=list(DTYPES))
+@pytest.fixture(scope="module", params=[*DTYPES, "convolutions"])
 def subject(request):
     """A model, and the bits of every needle alone."""
-    model = model_of("shape-sensitive", request.param)
+    dtype = request.param
+    model = model_of("shape-sensitive", dtype) if dtype in DTYPES else model_of(dtype)
     with pytest.MonkeyPatch.context() as patches:
         as_on_a_gpu(patches)
         with triton_engine(model) as engine:

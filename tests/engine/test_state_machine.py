@@ -20,7 +20,10 @@ from tests.support.mixes import Liar, bits
 from tests.support.pages import check_residents, indexed_kv
 from tinyspec import Engine, SamplingParams, audit
 
-MODELS = (("shape-sensitive", "fp32"), ("shape-sensitive", "bf16"), ("as is", "bf16"))
+MODELS = (
+    *(("shape-sensitive", "fp32"), ("shape-sensitive", "bf16")),
+    *(("as is", "bf16"), ("convolutions", "fp32")),
+)
 # The longest request needs 63 tokens.
 PAGES = {8: 10, 16: 5}
 DIFFERS = "not the bits of the request alone"

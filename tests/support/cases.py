@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.support import zoo
 from tests.support.mixes import bits
 from tests.support.pages import unowned
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
@@ -18,12 +19,15 @@ from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 
 REFERENCE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KINDS = ("as is", "shape-sensitive")
+KINDS = ("as is", "shape-sensitive", "convolutions")
 Requests = list[tuple[list[int], SamplingParams]]
 
 
 def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrainedModel:
-    """A new tiny llama, its linears sensitive to the row count or as they are."""
+    """A new tiny llama, its linears sensitive to the row count or as they are; with "convolutions"
+    LFM2, with such linears."""
+    if kind == "convolutions":
+        return replace_linears(zoo.tiny("lfm2").to(DTYPES[dtype]), ShapeSensitiveLinear)
     model = tiny("llama", DTYPES[dtype])
     if positions != 512:
         config = config_of("llama")
