@@ -271,23 +271,26 @@ class AttentionContext:
         q, k, v = self.autocast.cast(q, k, v)
         scores |= vars(layer.reach)  # window and chunk
 
+        derived, caches = metadata.derived, (k_cache, v_cache)
+
         def write(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, **norm: Any) -> Tensor:
-            given, derived = (q, k, v, cos, sin, k_cache, v_cache, slots), metadata.derived
             norm |= zip(("q_weight", "k_weight"), weights, strict=False)
+            given = q, k, v, cos, sin, *caches, slots
             return kernels.fused_kv_write(*given, derived=derived, **norm)
-
-        def written() -> Tensor:
-            return k_cache.flatten(0, 1).index_select(0, slots.clamp(min=0))
-
-        def read(q: Tensor, **scores: Any) -> Tensor:
-            return kernels.paged_attention(q, k_cache, v_cache, metadata, **scores)
 
         with self.autocast.off():
             if self.tape is not None and torch.is_grad_enabled():
+
+                def written() -> Tensor:
+                    return k_cache.flatten(0, 1).index_select(0, slots.clamp(min=0))
+
+                def read(q: Tensor, **scores: Any) -> Tensor:
+                    return kernels.paged_attention(q, *caches, metadata, **scores)
+
                 calls = write, written, read, kernels.backend == "torch"
                 out = self.tape.attend(number, *calls, (q, k, v), rope, norm, scores)
             else:
-                out = read(write(q, k, v, **norm), **scores)
+                out = kernels.paged_attention(write(q, k, v, **norm), *caches, metadata, **scores)
         return out if width == dim else out[..., :width].contiguous()
 
     def convolve(self, number: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

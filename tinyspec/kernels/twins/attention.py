@@ -346,6 +346,8 @@ def paged_attention(
             if part is not None:
                 found.append((run.rows, part))
 
+    if len(found) == 1 and len(found[0][1]) == len(q):
+        return found[0][1]
     served = frozenset(row for rows, _ in found for row in range(len(q))[rows])
     key = "tiles", causal, group, q.shape, softcap > 0, served
     if key not in derived:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -105,6 +106,22 @@ class Block:
     pages: list[int]
     first_tile: int
     num_tiles: int
+
+    def shape(self, page_size: int) -> BlockShape:
+        """Without its position."""
+        last = (self.position + self.rows - 1) // page_size
+        pages = tuple(self.pages[: last + 1])
+        return BlockShape(self.row, self.rows, self.first_tile, self.num_tiles, pages)
+
+
+class BlockShape(NamedTuple):
+    """Of a block; pages: up to that of its last row."""
+
+    row: int
+    rows: int
+    first_tile: int
+    num_tiles: int
+    pages: tuple[int, ...]
 
 
 @dataclass
@@ -204,6 +221,19 @@ def plan_calls(
     ]
 
 
+class _Layout(NamedTuple):
+    """What a call has as long as its blocks have the same rows and tiles, whatever their positions.
+
+    inside [B, rows]: of every row of a block its place in it. owners: block of every tile, [0] for
+    a single one. first [T, 1]: every tile's first position. call: without its mask.
+    """
+
+    inside: Tensor
+    owners: Tensor
+    first: Tensor
+    call: TileCall
+
+
 def _plan_call(
     blocks: list[Block],
     queries: int,
@@ -213,53 +243,72 @@ def _plan_call(
     parts: int,
     unit: int,
 ) -> TileCall:
+    inside, owners, first, call = _layout(
+        tuple(block.shape(page_size) for block in blocks), queries, page_size, group, parts
+    )
+    # Of every row of every tile its position from the tile's first key: [T, rows], or of one block
+    # [1, rows].
+    start = integers([block.position for block in blocks])[:, None]
+    position = (start + inside).index_select(0, owners)
+    newest = position - first
+    # With one tile a block, the keys after those of all rows can be left out.
+    keys = TILE
+    if len(call.depths) == 1:
+        keys = min(TILE, -(-(int(newest.max()) + 1) // unit) * unit)
+    key = integers(range(keys))
+    hidden = key > newest[..., None]
+    if causal != CausalMask():
+        hidden |= key < (causal.lowest_key(position) - first)[..., None]
+    mask = masked(hidden).repeat_interleave(group, dim=1)[:, None, :queries]
+    return replace(call, mask=mask, keys=keys)
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    shapes: tuple[BlockShape, ...], queries: int, page_size: int, group: int, parts: int
+) -> _Layout:
+    """Of one pass after the other while sequences decode."""
     # How many blocks have a first tile, a second one, ...: those with most tiles come first.
     counts = [
-        len([block for block in blocks if block.num_tiles > depth])
-        for depth in range(blocks[0].num_tiles)
+        len([block for block in shapes if block.num_tiles > depth])
+        for depth in range(shapes[0].num_tiles)
     ]
     # Block and number of every tile.
-    pairs = [(b, blocks[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
-    tiles, span, index = _find_tiles(blocks, pairs, page_size, queries)
+    pairs = [(b, shapes[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
+    tiles, span, index = _find_tiles(shapes, pairs, page_size, queries)
     if span is not None:
         # A tile of the range that no block has gets the first block's rows; its result is not read.
         at = dict(zip(index, pairs, strict=True))
         pairs = [at.get(place, pairs[0]) for place in range(span[1] - span[0])]
 
-    owners = [b for b, _ in pairs] if len(blocks) > 1 else [0]
-    # Of every row of every tile: its row in the pass, and its position from the tile's first key.
+    owners = [b for b, _ in pairs] if len(shapes) > 1 else [0]
     height = -(-queries // group)
-    columns = [(block.row, block.rows - 1, block.position) for block in blocks]
+    columns = [(block.row, block.rows - 1) for block in shapes]
     known = torch.tensor(columns, dtype=torch.int64, device="cpu")
-    inside = torch.minimum(integers(range(height)), known[:, 1:2])
+    inside = torch.minimum(integers(range(height)), known[:, 1:])
+    # Of every row of every tile its row in the pass.
     gather = (known[:, :1] + inside)[owners, None] * parts + integers(range(parts))[:, None]
-    first = integers([number for _, number in pairs])[:, None] * TILE
-    position = (known[:, 2:] + inside)[owners]  # [T, rows], or [1, rows] of one block
-    newest, lowest = position - first, causal.lowest_key(position) - first
-    # With one tile a block, the keys after those of all rows can be left out.
-    keys = TILE if len(counts) > 1 else min(TILE, -(-(int(newest.max()) + 1) // unit) * unit)
-    key = integers(range(keys))
-    seen = (key <= newest[..., None]) & (key >= lowest[..., None])
-    mask = masked(~seen).repeat_interleave(group, dim=1)[:, None]
     ends = list(accumulate(counts, initial=0))
-    rows, picked = _results(blocks, queries, group, parts)
-    return TileCall(
+    rows, picked = _results(shapes, queries, group, parts)
+    call = TileCall(
         queries=queries,
         height=height,
         gather=gather.flatten(),
         rows=rows,
         picked=picked,
-        owners=None if owners == list(range(len(blocks))) else integers(owners),
-        mask=mask[:, :, :queries],
-        keys=keys,
+        owners=None if owners == list(range(len(shapes))) else integers(owners),
+        mask=torch.empty(0, dtype=torch.float32, device="cpu"),
+        keys=TILE,
         tiles=tiles,
         span=span,
         depths=[as_slice(index[start:end]) for start, end in pairwise(ends)],
     )
+    first = integers([number for _, number in pairs])[:, None] * TILE
+    return _Layout(inside, integers(owners), first, call)
 
 
 def _results(
-    blocks: list[Block], queries: int, group: int, parts: int
+    blocks: Sequence[BlockShape], queries: int, group: int, parts: int
 ) -> tuple[slice | Tensor, Tensor]:
     """``TileCall.rows`` and ``TileCall.picked``."""
     own = sorted((block.row, n * parts * queries, block.rows) for n, block in enumerate(blocks))
@@ -270,7 +319,7 @@ def _results(
 
 
 def _find_tiles(
-    blocks: list[Block], pairs: list[tuple[int, int]], page_size: int, queries: int
+    blocks: Sequence[BlockShape], pairs: list[tuple[int, int]], page_size: int, queries: int
 ) -> tuple[Tensor, tuple[int, int] | None, list[int]]:
     """``TileCall.tiles`` and ``TileCall.span`` for tiles (block, number), and where each of them is
     in the call."""
@@ -287,12 +336,14 @@ def _find_tiles(
     return integers(places), (low, high), [place - low for place in places]
 
 
-def _slots(blocks: list[Block], pairs: list[tuple[int, int]], page_size: int) -> Tensor:
+def _slots(blocks: Sequence[BlockShape], pairs: list[tuple[int, int]], page_size: int) -> Tensor:
     """[T, TILE] slots of tiles (block, number) where pages do not hold whole tiles."""
     # Positions after the page of the block's last row repeat that page: masked, and finite. Later
     # entries of the table may name any page.
     token = integers([number for _, number in pairs])[:, None] * TILE + integers(range(TILE))
-    last = [(blocks[b].position + blocks[b].rows - 1) // page_size for b, _ in pairs]
-    page = torch.minimum(token // page_size, integers(last)[:, None])
-    table = torch.tensor([blocks[b].pages for b, _ in pairs], dtype=torch.int64, device="cpu")
+    pages = [blocks[b].pages for b, _ in pairs]
+    page = torch.minimum(token // page_size, integers([len(own) - 1 for own in pages])[:, None])
+    most = max(map(len, pages))
+    padded = [[*own, *[0] * (most - len(own))] for own in pages]
+    table = torch.tensor(padded, dtype=torch.int64, device="cpu")
     return table.gather(1, page) * page_size + token % page_size
