@@ -1,5 +1,6 @@
 """One engine, many threads: requests of all share passes, and nobody's trouble is another's."""
 
+import asyncio
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -174,12 +175,15 @@ def test_ctrl_c_ends_the_main_threads_requests_alone(engine, expected, leads, si
 def test_a_forked_process_is_told(engine):
     """At once, whatever the parent's threads hold."""
     engine.generate([[1, 2]], greedy(2))
+    served = AsyncEngine(engine)
     calls = (
         lambda: engine.generate([[1, 2]]),
         lambda: next(engine.stream([[1, 2]])),
         lambda: engine.add_request([1, 2]),
         engine.step,
         engine.close,
+        lambda: asyncio.run(served.generate([[1, 2]])),
+        lambda: asyncio.run(served.abort("request-0")),
     )
     with engine.lock("test"):
         assert signals.told_in_a_fork(*calls) == len(calls)
