@@ -75,38 +75,29 @@ def test_an_interrupt_from_a_criterion(deterministic):
             assert outputs[number].logprobs == expected.logprobs[:count]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("where", ["criterion", "own criterion", "processor"])
-def test_a_callback_that_aborts_a_request(where, streamed):
+def test_a_callback_that_aborts_a_request(where):
+    """Another's, of a stream or not, or its own."""
     ids = prompts(2)
     with Engine(tiny(), config=CONFIG) as engine:
         expected = engine.generate([ids[0]], params())[0].completions[0].token_ids
-        other = []
+        aborted = []
 
         def abort():
-            engine.abort(other[0])
-
-        def processor(history, scores):
-            if history.shape[1] == len(ids[0]) + 4:
-                abort()
-            return scores
+            for request_id in aborted:
+                engine.abort(request_id)
 
         criterion = after(len(ids[0]) + 4, abort)
-        calls = {"logits_processors": [processor]} if where == "processor" else {}
-        calls = calls or {"stopping_criteria": [criterion]}
-        if where == "own criterion":
-            other.append(engine.add_request(ids[0], params(**calls)))
-            assert finished(engine) == {}
-            return
+        calls = {"stopping_criteria": [criterion]}
+        if where == "processor":
+            calls = {"logits_processors": [lambda ids, scores: scores + 0 * criterion(ids, scores)]}
         first = engine.add_request(ids[0], params(**calls))
-        if streamed:
-            stream = engine.stream([ids[1]], params())
-            other.append(stream.requests[0].request_id)
-        else:
-            other.append(engine.add_request(ids[1], params()))
-        assert finished(engine)[first].token_ids == expected
-        if streamed:
-            assert [event.finish_reason for event in stream][-1] == "abort"
+        stream = engine.stream([ids[1]], params())
+        aborted += [first] if where == "own criterion" else [stream.requests[0].request_id]
+        aborted.append(engine.add_request(ids[1], params()))
+        outputs = finished(engine)
+        assert outputs == {} if where == "own criterion" else outputs[first].token_ids == expected
+        assert [e.finish_reason for e in stream][-1] == ("length" if first in aborted else "abort")
         assert engine.pool.num_held == 0
 
 

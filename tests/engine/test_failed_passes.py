@@ -7,6 +7,7 @@ without the cause nobody fails.
 import gc
 import random
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -83,9 +84,10 @@ def watched(embedding):
     return sees
 
 
-def seeing_model():
-    model = model_of("shape-sensitive")
-    return model, watched(model.get_input_embeddings())
+def unused():
+    """A token that none of ``asked`` holds."""
+    held = {t for p, _ in asked() for t in p} | {t for r in alone() for c in r for t in c[0]}
+    return next(t for t in range(1, VOCAB) if t not in held)
 
 
 def asked():
@@ -96,8 +98,10 @@ def asked():
     ]
 
 
-def alone(model):
-    with steady(model, prefix_cache=False) as engine:
+@cache
+def alone(kind="shape-sensitive"):
+    """The bits of each of ``asked`` in a model that nothing disturbs."""
+    with steady(model_of(kind), prefix_cache=False) as engine:
         return one_by_one(engine, asked())
 
 
@@ -107,14 +111,13 @@ def alone(model):
 def test_a_pass_that_fails_once_loses_nothing(at, page_size):
     """Whether it was prompts, drafts or a verify; nothing raises, nobody fails."""
     model, faulty = faulty_model()
-    expected = alone(model)
     with steady(model, page_size=page_size, draft_window=4) as engine:
         engine.generate([[1]], greedy(1))
         others = crowd(random.Random(at), 5)
         faulty.arm(lambda call, rows: call == at)
         outputs = run(engine, [*asked(), *others])
         assert faulty.raised == 1
-        assert bits_of(outputs[:6]) == expected
+        assert bits_of(outputs[:6]) == alone()
         assert {c.finish_reason for o in outputs for c in o.completions} == {"length"}
         assert whole(engine)
         check_residents(engine)
@@ -153,10 +156,8 @@ def test_a_pass_of_one_request_that_fails_says_why():
 
 @pytest.mark.parametrize("deterministic, copies", [(True, 3), (False, 1)])
 def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
-    model, sees = seeing_model()
-    expected = alone(model)
-    held = {t for p, _ in asked() for t in p} | {t for r in expected for c in r for t in c[0]}
-    bad = next(t for t in range(1, VOCAB) if t not in held)
+    model = model_of("shape-sensitive")
+    sees, bad = watched(model.get_input_embeddings()), unused()
     wanted = SamplingParams(
         max_new_tokens=9, deterministic=deterministic, num_return_sequences=2, temperature=1.0
     )
@@ -165,7 +166,7 @@ def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
         engine.generate([[1]], greedy(1))
         sees["token"] = bad
         outputs = run(engine, [*asked()[:3], *guilty, *asked()[3:]])
-        assert bits_of([*outputs[:3], *outputs[-3:]]) == expected
+        assert bits_of([*outputs[:3], *outputs[-3:]]) == alone()
         for output in outputs[3:-3]:
             for completion in output.completions:
                 assert completion.finish_reason == "abort"
@@ -190,16 +191,14 @@ class Proposes:
 
 
 def test_drafts_that_make_a_pass_raise_cost_no_request():
-    model, sees = seeing_model()
-    expected = alone(model)
-    held = {t for p, _ in asked() for t in p} | {t for r in expected for c in r for t in c[0]}
-    bad = next(t for t in range(1, VOCAB) if t not in held)
+    model = model_of("shape-sensitive")
+    sees, bad = watched(model.get_input_embeddings()), unused()
     with steady(model, drafter=Proposes([bad])) as engine:
         engine.generate([[1]], greedy(1))
         sees["token"] = bad
         outputs = run(engine, asked())
         assert sees["raised"] > 3
-        assert bits_of(outputs) == expected
+        assert bits_of(outputs) == alone()
         assert whole(engine)
 
 
@@ -207,7 +206,6 @@ def test_passes_that_are_too_large():
     """A request that fits alone is served, slowly; a long prompt takes many passes."""
     error = torch.OutOfMemoryError("no room")
     model, faulty = faulty_model("as is")  # has large canonical buckets
-    expected = alone(model)
     long = (text(60, seed=1), greedy(5))
     requests = [*asked()[:3], long, *asked()[3:]]
     with steady(model, max_rows=64, page_size=8) as engine:
@@ -216,7 +214,7 @@ def test_passes_that_are_too_large():
         outputs = run(engine, requests)
         assert faulty.raised > 1
         cut = outputs.pop(3)
-        assert bits_of(outputs) == expected
+        assert bits_of(outputs) == alone("as is")
         assert whole(engine)
         faulty.arm(None)
         assert bits_of([cut]) == bits_of(run(engine, [long]))
@@ -245,8 +243,7 @@ class FailsOnce:
 
 def test_a_failure_behind_the_forward_costs_nobody():
     """Those of the pass are tried again; a stream has each token once."""
-    model, _ = faulty_model()
-    expected = alone(model)
+    model = model_of("shape-sensitive")
     prompt, params = asked()[3][0], SamplingParams(max_new_tokens=20)
     with steady(model, verify="always", page_size=4) as engine:
         engine.generate([[1]], greedy(1))
@@ -261,7 +258,7 @@ def test_a_failure_behind_the_forward_costs_nobody():
         assert tokens == stream.requests[0].sequences[0].tokens[len(prompt) :]
         assert len(tokens) == 20 and sampler.kernels.calls > 0
         done = drain(engine)
-        assert [bits(done[request_id]) for request_id in ids] == expected
+        assert [bits(done[request_id]) for request_id in ids] == alone()
         assert whole(engine)
 
 

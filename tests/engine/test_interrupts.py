@@ -62,29 +62,6 @@ def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
     assert MATMUL.fp32_precision == "bf16"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_call_is_stopped_between_two_of_its_steps(streamed):
-    """By a criterion that stands for the user, in the middle of a step."""
-
-    def interrupt(ids, scores):
-        if ids.shape[1] == 8:
-            signals.interrupt()
-        return False
-
-    params = SamplingParams(max_new_tokens=10, stopping_criteria=[interrupt])
-    with Engine(tiny()) as engine:
-        expected = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))[0]
-        with pytest.raises(KeyboardInterrupt):
-            if streamed:
-                list(engine.stream([[1, 2, 3]], params))
-            else:
-                engine.generate([[1, 2, 3]], params)
-        assert sum(engine.stats().passes.values()) == 15, "ten, and as many as there were tokens"
-        assert not engine.has_unfinished() and not torch.is_inference_mode_enabled()
-        again = engine.generate([[1, 2, 3], *prompts(1)], SamplingParams(max_new_tokens=10))[0]
-        assert again.completions[0].token_ids == expected.completions[0].token_ids
-
-
 IDS = torch.tensor([[5, 17, 3]])
 
 
