@@ -104,19 +104,13 @@ class Soak:
         """Changes between steps, user code that raises, requests that are aborted."""
         for _ in range(3):
             time.sleep(rng.random() / 10)
-            rng.choice((self.change, self.copy, self.release, self.abort, self.fail))(rng)
+            rng.choice((self.change, self.release, self.abort, self.fail))(rng)
 
     def change(self, rng):
         with self.engine.lock("soak"):
             seed = self.has["engine"] = rng.choice(OF_THE_ENGINE)
             self.served.load_state_dict(self.judge.truth.weights[seed])
         self.judge.counts["weight changes"] += 1
-
-    def copy(self, rng):
-        with self.engine.lock("soak"):
-            twin = copy.deepcopy(self.served)
-            seed = self.has["engine"]
-        self.judge.model("copies", seed, twin)
 
     def release(self, rng):
         try:
@@ -185,16 +179,15 @@ class Soak:
 
     def between(self):
         """Nobody else runs: what a program does now and then, and the checks."""
-        for request in drain(self.engine).values():
-            (number,) = [n for n, (p, _) in enumerate(REQUESTS) if p == request.prompt_token_ids]
-            self.judge.output(number, request, (CHANGED,))
+        for output in drain(self.engine).values():
+            (number,) = [n for n, (p, _) in enumerate(REQUESTS) if p == output.prompt_token_ids]
+            self.judge.output(number, output, (CHANGED,))
         self.judge.pages(self.engine)
         self.judge.pages(self.patched.generate._engine or self.engine)
-        what = self.rng.choice(("beside", "another", "weights", "patch", "release", "nothing"))
+        what = self.rng.choice(("forget", "another", "weights", "patch", "release", "nothing"))
         self.judge.counts[f"between: {what}"] += 1
-        if what == "beside":
+        if what == "forget":
             self.engine.forget_plain()
-            self.judge.model("beside", self.has["engine"], self.served)
         elif what == "another":
             before, self.engine = self.engine, engine_of(self.served, **SETTINGS)
             before.close()
@@ -212,6 +205,7 @@ class Soak:
             self.patched.generate.release()
             self.engine.release()
         self.judge.model("copies", self.has["patched"], copy.deepcopy(self.patched))
+        self.judge.model("copies", self.has["engine"], copy.deepcopy(self.served))
         self.judge.model("beside an engine", self.has["engine"], self.served)
         self.judge.remember()
 
@@ -267,41 +261,32 @@ def test_everything_at_once(truth, request, no_results_on_disk):
     assert judge.counts["interrupts"] > 0
 
 
+@pytest.mark.slow("soak", 3)
 def test_controls_of_the_judge(truth):
     """A page that is lost, another token, weights that nobody has, a model that is another, memory
     that is kept."""
     seed, other = OF_THE_ENGINE
     number = next(n for n, (_, params) in enumerate(REQUESTS) if params.temperature)
     prompt, params = REQUESTS[number]
-
-    def found(judge):
-        kinds = [line.partition(":")[0] for line in judge.wrong]
-        return Counter(kinds)
-
+    judge, lost = Judge(truth), []
     with engine_of(make(seed), **SETTINGS) as engine:
         output = engine.generate([prompt], params)[0]
-        judge = Judge(truth)
         judge.output(number, output)
         judge.pages(engine)
         judge.model("itself", seed, engine.model)
         assert not judge.wrong
         judge.output(number - 1, output)
         judge.output(number, replace(output, fingerprint="another"))
-        first = output.completions[0]
+        first, *rest = output.completions
         changed = replace(first, token_ids=[*first.token_ids[:-1], first.token_ids[-1] ^ 1])
-        judge.output(number, replace(output, completions=[changed, *output.completions[1:]]))
-        assert found(judge) == {"outputs": 3}
+        judge.output(number, replace(output, completions=[changed, *rest]))
         judge.model("itself", other, engine.model)
-        lost = []
         engine.pool.grow(lost, 9)
         judge.pages(engine)
         engine.pool.free(lost)
     judge.rows(OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
     judge.output(number, replace(output, completions=[replace(first, finish_reason="abort")]))
-    assert found(judge) == {
-        **{"outputs": 3, "itself": 1, "pages": 1, "rows": 1},
-        "named errors": 1,
-    }
     judge.memory = [(round * (1 << 20), 0, 0) for round in range(9)]
     judge.flat()
-    assert found(judge)["memory"] == 1
+    wrong = {"outputs": 3, "itself": 1, "pages": 1, "rows": 1, "named errors": 1, "memory": 1}
+    assert Counter(line.partition(":")[0] for line in judge.wrong) == wrong

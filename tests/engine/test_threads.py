@@ -221,6 +221,7 @@ def test_a_spawned_process_is_told(engine, copied):
 
 
 def test_closing_ends_the_calls_of_others():
+    """And all later calls say so."""
     engine, begun = engine_of(tiny(), **SETTINGS), Event()
 
     def slow(ids, scores):
@@ -234,8 +235,9 @@ def test_closing_ends_the_calls_of_others():
         engine.close()
         (completion,) = future.result(PATIENCE)[0].completions
     assert completion.finish_reason == "abort" and "closed" in completion.error
-    with pytest.raises(ValueError, match="engine='closed'"):
-        engine.add_request([1, 2])
+    for call in (*(CALLS[name] for name in CALLS if name != "close"), lambda e: e.reserve(1)):
+        with pytest.raises(ValueError, match="engine='closed'"):
+            call(engine)
 
 
 def test_a_stream_that_is_dropped_in_a_step(engine):
