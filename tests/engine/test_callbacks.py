@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tinyspec
+from tests.support import signals
+from tests.support.drop_in import PAD, SMALL
 from tests.support.tiny import prompts, tiny
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 
 CONFIG = EngineConfig(reference_rows=16)
 
@@ -119,26 +122,6 @@ def test_a_tokenizer_that_raises_costs_one_output():
         assert not engine.has_unfinished()
 
 
-def test_a_change_after_which_nothing_deterministic_is_served(monkeypatch):
-    """Of two requests one has tokens; both end, each once, and a plain one goes on."""
-    config = EngineConfig(reference_rows=16, max_sequences=2)
-    with Engine(tiny(), config=config) as engine:
-        plain = engine.add_request(prompts(1)[0], params())
-        asked = [engine.add_request(p, params(deterministic=True)) for p in prompts(2)]
-        for _ in range(3):
-            engine.step()
-
-        def refuse():
-            raise DeterminismError("not served")
-
-        monkeypatch.setattr(engine.contract, "ensure", refuse)
-        engine.weights_changed()
-        outputs = finished(engine)
-    assert [outputs[n].finish_reason for n in (plain, *asked)] == ["length", "abort", "abort"]
-    assert "changed while it was running" in outputs[asked[0]].error
-    assert outputs[asked[1]].error == "not served"
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("what", ["abort", "weights"])
 def test_a_hook_that_ends_requests(what, overlap):
@@ -169,3 +152,21 @@ def test_a_hook_that_ends_requests(what, overlap):
     assert (len(tokens[0]) < 10) == (what == "abort") and len(calls) > 5
     error = "engine.abort was called for it" if what == "abort" else None
     assert found[ids[0]].error == error
+
+
+def test_ctrl_c_at_once_while_transformers_runs(sigint):
+    """A call that is not served takes no notice of what is held back for others."""
+    model, call = tiny(), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD}
+    ids = torch.tensor([[5, 17, 3]])
+    expected = model.generate(ids, **call)
+    tinyspec.patch(model, SMALL)
+
+    def interrupts_itself(*_):
+        signals.interrupt()
+        raise AssertionError("went on")
+
+    handle = model.lm_head.register_forward_pre_hook(interrupts_itself)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, num_beams=2, **call)
+    handle.remove()
+    assert torch.equal(model.generate(ids, **call), expected)

@@ -340,31 +340,26 @@ def words(shift=0, decoder=None, **settings):
 
 def test_the_tokenizer_of_stop_strings_is_in_the_fingerprint():
     """Where tokens depend on it, and nowhere else; audit knows its own and names another."""
-    params = SamplingParams(max_new_tokens=40, deterministic=True, ignore_eos=True, logprobs=True)
-    own, again, other = (
-        Engine(tiny(), tokenizer, EngineConfig(reference_rows=16))
-        for tokenizer in (words(), words(), words(shift=1))
-    )
-    with own, again, other:
-        ids = own.generate([[1, 2, 3]], params)[0].completions[0].token_ids
-        stop = own.tokenizer.decode([next(t for t in ids[5:] if t not in ids[:5])])
-        stops = replace(params, stop_strings=(stop,))
-        engines = own, again, other
-        first, second, third = (e.generate([[1, 2, 3]], [stops])[0] for e in engines)
-        assert first.completions[0].token_ids == second.completions[0].token_ids
-        assert first.completions[0].token_ids != third.completions[0].token_ids
-        assert first.fingerprint == second.fingerprint != third.fingerprint
-        parts = first.fingerprint_parts, third.fingerprint_parts
-        assert differences(*parts) == ["tokenizer"]
-        assert {**own.contract.fingerprint.parts, "tokenizer": parts[0]["tokenizer"]} == parts[0]
-        assert audit(again, [first]), str(audit(again, [first]))
-        (entry,) = audit(other, [first]).entries
-        assert entry.verdict == "not comparable" and entry.reason.endswith(": tokenizer")
-        plain = [e.generate([[1, 2, 3]], replace(stops, deterministic=False))[0] for e in engines]
-        without = [e.generate([[1, 2, 3]], params)[0] for e in engines]
-        assert {o.fingerprint for o in [*plain, *without]} == {own.fingerprint}
-        own.tokenizer.add_tokens(["more"])
-        assert own.generate([[1, 2, 3]], stops)[0].fingerprint != first.fingerprint
+    params = SamplingParams(max_new_tokens=20, deterministic=True, ignore_eos=True)
+    config = EngineConfig(reference_rows=16, max_rows=32)
+    engines = [Engine(tiny(), words(shift), config) for shift in (0, 0, 1)]
+    own, again, other = engines
+    ids = own.generate([[1, 2, 3]], params)[0].completions[0].token_ids
+    stop = own.tokenizer.decode([next(t for t in ids[5:] if t not in ids[:5])])
+    stops = replace(params, stop_strings=(stop,))
+    first, second, third = (e.generate([[1, 2, 3]], stops)[0] for e in engines)
+    assert first.completions[0].token_ids == second.completions[0].token_ids
+    assert first.completions[0].token_ids != third.completions[0].token_ids
+    assert first.fingerprint == second.fingerprint != third.fingerprint
+    assert differences(first.fingerprint_parts, third.fingerprint_parts) == ["tokenizer"]
+    assert audit(again, [first]), str(audit(again, [first]))
+    (entry,) = audit(other, [first]).entries
+    assert entry.verdict == "not comparable" and entry.reason.endswith(": tokenizer")
+    for free in (params, replace(stops, deterministic=False)):
+        outputs = [engine.generate([[1, 2, 3]], free)[0] for engine in engines]
+        assert {output.fingerprint for output in outputs} == {own.fingerprint}
+    own.tokenizer.add_tokens(["more"])
+    assert own.generate([[1, 2, 3]], stops)[0].fingerprint != first.fingerprint
 
 
 class Spelled:

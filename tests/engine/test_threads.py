@@ -13,7 +13,6 @@ import torch
 
 from tests.support import signals
 from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one, run, text, whole
-from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, SamplingParams
@@ -87,24 +86,6 @@ def test_control_plain_requests_depend_on_each_other(engine):
     alone = [one_by_one(engine, own) for own in plain]
     found = together(lambda n: bits_of(run(engine, plain[n])))
     assert found != alone
-
-
-def test_one_thread_steps_for_others_that_add(engine, expected):
-    """And all are taken by whoever steps."""
-    added, done, ended = {}, {}, Event()
-
-    def step():
-        while not (ended.is_set() and not engine.has_unfinished()):
-            done.update({output.request_id: output for output in engine.step()})
-
-    stepping = Thread(target=step)
-    stepping.start()
-    try:
-        together(lambda n: added.update({n: [engine.add_request(*r) for r in REQUESTS[n]]}))
-    finally:
-        ended.set()
-        stepping.join(PATIENCE)
-    assert [[bits(done[rid]) for rid in added[n]] for n in range(THREADS)] == expected
 
 
 def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):

@@ -130,7 +130,7 @@ def benches():
         ([text(n, seed=n) for n in (9, 4, 17, 1, 6, 12, 8)], lambda: (model_of("as is"), None)),
         (stories, lambda: (AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer)),
     ):
-        config = {"reference_rows": REFERENCE}
+        config = {"reference_rows": REFERENCE, "max_rows": 64}
         audits = Engine(*make(), EngineConfig(page_size=8, draft_window=5, **config))
         judges = Engine(*make(), EngineConfig(prefix_cache=False, **config))
         requests = asked(prompts)
