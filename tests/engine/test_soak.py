@@ -1,6 +1,6 @@
 """Everything at once, for minutes: threads, asyncio, Ctrl-C, aborts, weights that change, releases,
-copies, and three models of one config, of which an engine, a patched ``generate`` and nobody serve
-one each. No output is another than its request's alone, no page is lost, memory is flat.
+copies, and two models, of which an engine and a patched ``generate`` serve one each. No output is
+another than its request's alone, no page is lost, memory is flat.
 
 Controls: the judge finds a lost page, a wrong token, weights that nobody has and kept memory.
 """
@@ -36,7 +36,6 @@ from tests.support.soak import (
     Judge,
     Truth,
     make,
-    sharing,
 )
 from tinyspec import AsyncEngine
 
@@ -51,8 +50,7 @@ class Soak:
     def __init__(self, judge: Judge, seed: str):
         self.judge, self.rng = judge, random.Random(seed)
         self.served = make(OF_THE_ENGINE[0])
-        self.patched = sharing(self.served, OF_THE_PATCHED[0])
-        self.own = sharing(self.served, OF_THE_PATCHED[1])
+        self.patched = make(OF_THE_PATCHED[0])
         self.has = {"engine": OF_THE_ENGINE[0], "patched": OF_THE_PATCHED[0]}
         self.engine = engine_of(self.served, **SETTINGS)
         tinyspec.patch(self.patched, SMALL)
@@ -146,7 +144,7 @@ class Soak:
 
     def runs_itself(self, rng):
         for _ in range(5):
-            self.judge.model("a model of the same config", OF_THE_PATCHED[1], self.own)
+            self.judge.model("beside an engine", self.has["patched"], self.patched)
 
     # In the main thread.
 

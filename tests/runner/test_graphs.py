@@ -64,13 +64,17 @@ def served(requests=REQUESTS, use=run, **settings):
         return found
 
 
-def test_same_bits_of_two(monkeypatch):
+def same_bits(monkeypatch, requests, **asked):
     log = with_graphs(monkeypatch)
-    expected = eager(TWO)
+    expected = eager(requests, **asked)
     assert log.captures == 0
-    assert served(TWO) == expected
+    assert served(requests, **asked) == expected
     assert 1 < log.captures < log.replays
     assert all(len(addresses) == 1 for addresses in log.results.values())
+
+
+def test_same_bits_of_two(monkeypatch):
+    same_bits(monkeypatch, TWO)
 
 
 def test_room_is_made(monkeypatch):
@@ -93,14 +97,8 @@ def test_room_is_made(monkeypatch):
 @pytest.mark.parametrize("pages", [{}, {"num_pages": 24}], ids=["ample", "tight"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlap"])
 def test_same_bits(verify, pages, overlap, late_device, monkeypatch):
-    log = with_graphs(monkeypatch)
     requests = [*REQUESTS, *crowd(random.Random(3), 4)]
-    asked = {"verify": verify, "overlap": overlap, **pages}
-    expected = eager(requests, **asked)
-    assert log.captures == 0
-    assert served(requests, **asked) == expected
-    assert 1 < log.captures < log.replays
-    assert all(len(addresses) == 1 for addresses in log.results.values())
+    same_bits(monkeypatch, requests, verify=verify, overlap=overlap, **pages)
 
 
 SECTIONS = ("tokens", "positions", "slots", "lengths")
@@ -160,10 +158,17 @@ def test_dropped(how, monkeypatch):
     assert served(TWO, use=use, prefix_cache=False) == expected
 
 
-def replayed_after_a_swap(log):
-    """Numbers of the graphs that are replayed before and after memory is swapped behind the
-    engine's back."""
-    known = []
+@LASTS
+@pytest.mark.parametrize("blind", [False, True])
+def test_never_at_stale_addresses(blind, monkeypatch):
+    """Memory is swapped behind the engine's back. Control: without addresses graphs would go on."""
+    log, whole_run, known = with_graphs(monkeypatch), PassGraphs.run, []
+
+    def without(self, shape, canonical, addresses, forward):
+        return whole_run(self, shape, canonical, (), forward)
+
+    if blind:
+        monkeypatch.setattr(PassGraphs, "run", without)
 
     def use(engine, requests):
         expected = bits_of(run(engine, requests))
@@ -176,24 +181,7 @@ def replayed_after_a_swap(log):
         return run(engine, requests)
 
     served(TWO, use=use)
-    return known[0] & known[1]
-
-
-@LASTS
-def test_never_at_stale_addresses(monkeypatch):
-    assert not replayed_after_a_swap(with_graphs(monkeypatch))
-
-
-@LASTS
-def test_control_stale_addresses(monkeypatch):
-    """Without addresses graphs would go on."""
-    log, whole_run = with_graphs(monkeypatch), PassGraphs.run
-
-    def blind(self, shape, canonical, addresses, forward):
-        return whole_run(self, shape, canonical, (), forward)
-
-    monkeypatch.setattr(PassGraphs, "run", blind)
-    assert replayed_after_a_swap(log)
+    assert bool(known[0] & known[1]) == blind
 
 
 @LASTS

@@ -51,23 +51,23 @@ def test_a_chat_reuses_its_earlier_turns(dtype, kind):
     assert found[True] == found[False]
 
 
-def half_each(count=6):
-    """Requests that share PROMPT, deterministic ones with bits to compare."""
-    return [(PROMPT + text(5, seed=n), greedy(10, temperature=0.5, seed=n)) for n in range(count)]
+def half_each():
+    """Two requests that share PROMPT, deterministic ones with bits to compare."""
+    return [(PROMPT + text(5, seed=n), greedy(10, temperature=0.5, seed=n)) for n in range(2)]
 
 
 def test_a_deterministic_request_starts_from_canonical_pages_only():
     """Plain ones serve plain ones; the deterministic computes its own, which serve everyone."""
     model = model_of("shape-sensitive")
     with engine_of(model, prefix_cache=False) as engine:
-        alone = one_by_one(engine, half_each(2))
+        alone = one_by_one(engine, half_each())
     with engine_of(model, page_size=16) as engine:
         wanted = SamplingParams(max_new_tokens=2)
         assert tokens_cached(engine.generate([PROMPT], wanted)[0]) == [0]
         theirs = indexed_kv(engine)
         assert [canonical for (_, canonical, _), _ in theirs] == [False] * 3
         assert tokens_cached(engine.generate([PROMPT], wanted)[0]) == [47]
-        first, second = (bits_of_one(engine, request) for request in half_each(2))
+        first, second = (bits_of_one(engine, request) for request in half_each())
         assert (first[0], second[0]) == ([0], [48])
         assert [first[1], second[1]] == alone
         mine = indexed_kv(engine)
