@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.coin_reader.reading import generate
-from tests.engine.test_failed_passes import watched
+from tests.engine.test_failed_passes import Fault
 from tests.support.budget import first
 from tests.support.cases import drain, whole
 from tests.support.graphs import with_graphs
@@ -235,10 +235,10 @@ def test_a_pass_that_raises():
     model = thinking_model()
     token = next(t for t in range(2, 64) if all(t not in prompt for prompt in MIXED))
     wanted = [generate(model, prompt, 4, None) for prompt in MIXED]
-    sees = watched(model.backbone.get_input_embeddings())
+    fault = Fault(model.backbone.get_input_embeddings())
     bad = [*MIXED[1][:44], token, *MIXED[1][45:]]
     with engine_of(model) as engine:
-        sees["token"] = token
+        fault.arm_for(token)
         ids = [engine.add_request(prompt, params(4)) for prompt in (*MIXED, bad)]
         done = drain(engine)
         for name, (thoughts, answer) in zip(ids, wanted, strict=False):
