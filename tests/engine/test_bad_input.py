@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.support.loading import refused
 from tests.support.mixes import bits
-from tests.support.tiny import VOCAB, prompts, tiny
+from tests.support.tiny import VOCAB, config_of, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 CONFIG = EngineConfig(reference_rows=16, page_size=16, num_pages=12, verify="always")
@@ -74,6 +76,13 @@ def test_wrong_params(engine):
         with pytest.raises(ValueError, match=message):
             engine.generate([[1], [2]], params)
     assert untouched(engine)
+
+
+def test_dynamic_rope_is_refused():
+    """A row would depend on the longest sequence."""
+    config = config_of("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    refused(AutoModelForCausalLM.from_config(config).eval(), "dynamic")
 
 
 class At:
