@@ -382,30 +382,33 @@ def test_lower_priorities_begin_first(served):
 
 
 def test_abort_ends_one_request(served, expected):
-    """Its stream with an event, its ``generate`` with what there is."""
+    """Its stream with an event, ``generate`` with what there is, ``score`` with an error."""
+    told = "engine.abort was called for it"
+
+    async def begins(call):
+        """A call that runs, and the id of its first request."""
+        known = set(served.engine.tracker.requests)
+        task = asyncio.create_task(call)
+        while not (new := [i for i in served.engine.tracker.requests if i not in known]):
+            await asyncio.sleep(0)
+        return task, new[0]
 
     async def main():
-        events, name = await begun(served)
-        both = asyncio.create_task(served.generate([[7], REQUESTS[0][0]], [LONG, REQUESTS[0][1]]))
-        while len(served.engine.tracker.requests) < 3:
-            await asyncio.sleep(0)
-        first = list(served.engine.tracker.requests)[1]
-        scored = asyncio.create_task(served.score([[1]], [[2] * 400]))
-        while len(served.engine.tracker.requests) < 4:
-            await asyncio.sleep(0)
-        for request_id in (name, first, list(served.engine.tracker.requests)[-1]):
-            output = await served.abort(request_id)
-            assert output.completions[0].error == "engine.abort was called for it"
+        events, streamed = await begun(served)
+        prompts, params = zip(([7], LONG), REQUESTS[0], strict=True)
+        both, generated = await begins(served.generate(prompts, params))
+        scored, score = await begins(served.score([[1]], [[2] * 400]))
+        for request_id in (streamed, generated, score):
+            assert (await served.abort(request_id)).completions[0].error == told
         with pytest.raises(ValueError, match="request_id="):
-            await served.abort(name)
-        *_, last = [event async for event in events]
-        with pytest.raises(RuntimeError, match=r"no score: engine\.abort was called"):
+            await served.abort(streamed)
+        with pytest.raises(RuntimeError, match=f"no score: {told}"):
             await scored
-        return last, await both
+        return (await collect(events))[-1], await both
 
     last, (first, second) = run(main())
     for ended in (last, first.completions[0]):
-        assert (ended.finish_reason, ended.error) == ("abort", "engine.abort was called for it")
+        assert (ended.finish_reason, ended.error) == ("abort", told)
     assert bits(second) == expected[0]
 
 

@@ -1,7 +1,6 @@
 """Structured output: texts of the form that was asked for, by masks that drafts, verifies and
 scores share, with the bits of the request alone wherever it runs."""
 
-import random
 import re
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ from tests.support.cases import bits_of, cost, one_by_one
 from tests.support.mixes import Liar, bits, plain
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams, audit
-from tinyspec.engine.grammars import Grammars
 from tinyspec.tools.demo import BUNDLED, THINKER
 
 llguidance = pytest.importorskip("llguidance")
@@ -112,24 +110,6 @@ def test_proposals_are_cut(tokenizer, deterministic):
     cut, uncut = (sum(o.completions[0].stats.drafted for o in each) for each in (outputs, free))
     assert cut < 20 < 100 < uncut
     assert found[0] == found[1]
-
-
-def test_masks_are_functions_of_the_tokens(tokenizer):
-    """One that jumps between texts finds what one that read each alone finds."""
-    grammars, rng = Grammars(tokenizer), random.Random(2)
-    params = asked("json_schema", eos_token_id=END)
-    jumping, texts, differ = grammars.of(params), [[]], set()
-    for _ in range(400):
-        tokens = rng.choice(texts[-20:])
-        found = jumping.allowed(tokens, 896)
-        assert (grammars.of(params).allowed(tokens, 896) == found).all()
-        differ.add(found.tobytes())
-        following = rng.choice(found.nonzero()[0].tolist())
-        texts.append([] if following == END else [*tokens, following])
-        if rng.random() < 0.2:  # a text that has left the form, of which only the end is left
-            left = [*tokens, rng.choice((~found).nonzero()[0].tolist()), 5]
-            assert jumping.allowed(left, 896).nonzero()[0].tolist() == [END]
-    assert len(differ) > 20
 
 
 def test_complete_texts_end(tokenizer):

@@ -126,38 +126,6 @@ def test_control_stale_inputs(section, monkeypatch):
         assert served(TWO, use=noted) == expected
 
 
-def leave(engine, how):
-    """What swaps memory or modules under graphs, and brings the engine back."""
-    if how == "release":
-        engine.release()
-    elif how == "weights":
-        with torch.no_grad():
-            next(engine.model.parameters()).mul_(1)
-        engine.check_model()
-    else:
-        modes = engine.contract.modes
-        modes.tile(("lm_head",))
-        modes.tile(())
-
-
-@LASTS
-@pytest.mark.parametrize("how", ["release", "weights", "ways"])
-def test_dropped(how, monkeypatch):
-    log = with_graphs(monkeypatch)
-    expected = eager(TWO)
-
-    def use(engine, requests):
-        assert bits_of(run(engine, requests)) == expected and len(engine.runner.graphs) > 0
-        leave(engine, how)
-        assert len(engine.runner.graphs) == 0
-        captures = log.captures
-        found = run(engine, requests)
-        assert log.captures > captures
-        return found
-
-    assert served(TWO, use=use, prefix_cache=False) == expected
-
-
 @LASTS
 @pytest.mark.parametrize("blind", [False, True])
 def test_never_at_stale_addresses(blind, monkeypatch):

@@ -21,7 +21,7 @@ from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.twins.sample import gumbel, sample, softmax
+from tinyspec.kernels.twins.sample import sample, softmax
 from tinyspec.runner import processors
 from tinyspec.runner.processors import SpecialRow, keep_top_k
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampler, SpecialResult
@@ -84,7 +84,7 @@ keep_top_p, keep_min_p = (
 )
 DRAWS = 20_000
 # Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.
-CRITICAL = {7: 29.88, 15: 44.26, 35: 73.20}
+CRITICAL = {7: 29.88}
 
 
 @pytest.fixture(scope="module")
@@ -123,23 +123,6 @@ def test_distribution(keys, positions):
         assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < CRITICAL[7]
         assert chi_square(tokens, torch.softmax(logits / temperature / 1.25, 0)) > CRITICAL[7]
         assert chi_square(tokens, torch.softmax(logits.flip(0) / temperature, 0)) > CRITICAL[7]
-
-
-def test_draws_are_independent():
-    """Of neighbours in position, in completion and in vocabulary."""
-    logits = torch.tensor([0.0, 0.3, -0.2, 0.5])
-    shares = torch.softmax(logits, 0)
-    pairs = torch.outer(shares, shares).flatten()
-    by_position = draws(logits, 1.0, *VARYING["positions"])
-    assert chi_square(by_position[::2] * 4 + by_position[1::2], pairs) < CRITICAL[15]
-    by_completion = draws(logits, 1.0, *VARYING["completions"])
-    assert chi_square(by_completion[::2] * 4 + by_completion[1::2], pairs) < CRITICAL[15]
-    assert chi_square(by_completion[::2] * 4 + by_completion[::2], pairs + 1e-3) > CRITICAL[15]
-    noise = gumbel(*[x.expand(DRAWS) for x in VARYING["positions"]], 6)
-    sixths = (torch.exp(-torch.exp(-noise)) * 6).long()
-    for first, second in ((0, 1), (1, 2), (0, 4), (3, 5)):
-        both = sixths[:, first] * 6 + sixths[:, second]
-        assert chi_square(both, torch.full((36,), 1 / 36)) < CRITICAL[35]
 
 
 def test_noise_keys():

@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
 
 from benchmarks.coin_reader import train
-from benchmarks.coin_reader.reading import read
 from benchmarks.coin_reader.tasks import SHARED, TASKS, is_held_out
 from benchmarks.coin_reader.training import Run, Training
 from tinyspec.thinking.model import IGNORED, ThinkingModel
@@ -72,24 +71,6 @@ def test_same_seed_same_weights_and_going_on(tmp_path):
     assert not all(torch.equal(tensor, other[name]) for name, tensor in whole.items())
     with pytest.raises(ValueError, match=r"seed=1 is not allowed: the run in .* has 0"):
         Training(replace(SMALL, seed=1)).resume(tmp_path)
-
-
-def test_the_command(tmp_path, capsys):
-    arguments = ["parity", "--output", str(tmp_path), "--evaluate", "2", "--count", "5"]
-    arguments += ["--threads", "1", "--operations", "2"]
-    assert train.main([*arguments, "--steps", "2"]) == 0
-    printed = capsys.readouterr()
-    assert "2 operations  " in printed.out and "2/2" in printed.err
-    model = ThinkingModel.from_pretrained(tmp_path)
-    assert read(model, [[4, 5, 6, 7]]).logits.isfinite().all()
-    for more, message in [
-        (["--steps", "4", "--resume"], "steps=4 is not allowed"),
-        (["--steps", "2", "--resume", "--output", str(tmp_path / "no")], "No such file"),
-        (["--operations", "0"], "operations=0 is not allowed"),
-    ]:
-        with pytest.raises(SystemExit):
-            train.main([*arguments, *more])
-        assert message in capsys.readouterr().err
 
 
 def test_transformers_trainer(tmp_path):
