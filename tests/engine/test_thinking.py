@@ -77,8 +77,8 @@ def rounds_of(thoughts, window):
 def test_trivial_thoughts_give_the_plain_model():
     with engine_of(thinking_model("gemma3_text", NONE)) as engine:
         for wanted in (params, exact):
-            found = engine.generate(PROMPTS, wanted())
-            plain = engine.generate(PROMPTS, wanted(thinking=False))
+            found = engine.generate(PROMPTS[1:4], wanted())
+            plain = engine.generate(PROMPTS[1:4], wanted(thinking=False))
             assert {tuple(t.token_ids) for one in found for t in one.thoughts} == {(1,)}
             assert list(map(bits, found)) == list(map(bits, plain))
 
@@ -223,9 +223,8 @@ def test_other_dtypes(settings):
     model = thinking_model(quiet=1.0)
     if not settings:
         model = model.to(torch.bfloat16)
-    expected = served(model, **settings)
-    for window in (1, None):
-        assert served(model, REQUESTS[::-1], thinking_window=window, **settings) == expected[::-1]
+    expected = served(model, thinking_window=None, **settings)
+    assert served(model, REQUESTS[::-1], thinking_window=1, **settings) == expected[::-1]
     assert any(len(t.token_ids) > 1 for each, _ in expected[:4] for t in each)
 
 
@@ -270,7 +269,7 @@ def answer(engine):
 def test_read_trained_and_changed_beside_an_engine():
     """Gold states reach the model's own layers, whoever ran last; the engine follows each step, and
     another dtype."""
-    model, other = thinking_model("gemma3_text"), thinking_model("gemma3_text")
+    model, other = thinking_model(), thinking_model()
     loss, said = loss_of(other), generate(other, PROMPTS[3], 8, None)
     with engine_of(model) as engine:
         found = answer(engine)

@@ -83,8 +83,8 @@ keep_top_p, keep_min_p = (
     partial(keep, softmax=softmax) for keep in (processors.keep_top_p, processors.keep_min_p)
 )
 DRAWS = 20_000
-# Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.
-CRITICAL = {7: 29.88}
+# Upper 1e-4 quantile of the chi-square distribution with 7 degrees of freedom.
+CRITICAL = 29.88
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def test_distribution(keys, positions):
     logits = torch.linspace(-1.2, 1.2, 8)[torch.tensor([3, 1, 7, 0, 5, 2, 6, 4])]
     for temperature in (0.5, 1.0, 1.7):
         tokens = draws(logits, temperature, keys, positions)
-        assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < CRITICAL[7]
-        assert chi_square(tokens, torch.softmax(logits / temperature / 1.25, 0)) > CRITICAL[7]
-        assert chi_square(tokens, torch.softmax(logits.flip(0) / temperature, 0)) > CRITICAL[7]
+        assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < CRITICAL
+        assert chi_square(tokens, torch.softmax(logits / temperature / 1.25, 0)) > CRITICAL
+        assert chi_square(tokens, torch.softmax(logits.flip(0) / temperature, 0)) > CRITICAL
 
 
 def test_noise_keys():
@@ -271,12 +271,15 @@ def test_what_is_not_finite_yields_no_token(sampler, temperature):
         assert 17 in (sample_rows(sampler, logits, rows)[3][0], *params.stop_ids)
 
 
+SMALL = {"reference_rows": 16, "max_rows": 16, "page_size": 16}
+
+
 def test_seeds():
     """A missing seed is drawn and recorded, repeatably under EngineConfig.seed."""
-    params = SamplingParams(max_new_tokens=8, temperature=1.0, deterministic=True)
+    params = SamplingParams(max_new_tokens=5, temperature=1.0, deterministic=True)
 
     def run(seed, wanted=params):
-        with Engine(tiny(), config=EngineConfig(seed=seed)) as engine:
+        with Engine(tiny(), config=EngineConfig(seed=seed, **SMALL)) as engine:
             outputs = engine.generate([[5, 6]] * 3, wanted)
         return [(o.params.seed, o.completions[0].token_ids) for o in outputs]
 
