@@ -68,7 +68,8 @@ def answers(model):
 
 
 class Once:
-    """Makes a change the first time that a sequence has so many tokens; then never again."""
+    """Makes a change the first time that a sequence has so many tokens; then never again. A
+    processor and a drafter, too."""
 
     stateless = False
 
@@ -80,20 +81,10 @@ class Once:
             change, self.change = self.change, None
             change(self.model)
 
-
-class Processor(Once):
     def __call__(self, input_ids, scores):
         self.look(input_ids.shape[1])
         return scores
 
-
-class Criterion(Once):
-    def __call__(self, input_ids, scores, **_):
-        self.look(input_ids.shape[1])
-        return False
-
-
-class OwnDrafter(Once):
     def propose(self, sequences, n):
         self.look(max(map(len, sequences)))
         return [[1, 2, 3][:n] for _ in sequences]
@@ -108,18 +99,19 @@ def run(engine, params=None):
 
 def in_processor(model, change):
     with engine_of(model) as engine:
-        return run(engine, asking(logits_processors=(Processor(model, change),)))
+        return run(engine, asking(logits_processors=(Once(model, change),)))
 
 
 def in_generate(model, change):
     """The steps of one call, between which the engine's caller runs no code; in a criterion."""
+    once = Once(model, change)
+    first = asking(stopping_criteria=[lambda ids, scores: once(ids, False)])
     with engine_of(model) as engine:
-        first = asking(stopping_criteria=(Criterion(model, change),))
         return engine.generate([PROMPT, OTHER], [first, asking()])
 
 
 def in_drafter(model, change):
-    with engine_of(model, drafter=OwnDrafter(model, change), verify="always") as engine:
+    with engine_of(model, drafter=Once(model, change), verify="always") as engine:
         return run(engine)
 
 
@@ -228,7 +220,7 @@ def test_weights_made_in_inference_mode(caplog, called):
         before, same = (engine.generate([PROMPT], asking())[0] for _ in range(2))
         assert bits(same) == bits(before) and same.fingerprint == before.fingerprint
         assert same.completions[0].stats.cached_prompt_tokens > 0
-        params = () if called else (Processor(model, write),)
+        params = () if called else (Once(model, write),)
         if called:
             write(model)
         first = asking(logits_processors=params)

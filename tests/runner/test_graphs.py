@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_overlap import REQUESTS as EVERY_KIND
 from tests.support.budget import first
 from tests.support.cases import bits_of, cost, greedy, run, text, whole
 from tests.support.graphs import StandIn, with_graphs
@@ -27,14 +28,7 @@ from tinyspec.runner.graphs import PassGraphs
 CONFIG = EngineConfig(
     reference_rows=8, page_size=8, max_rows=16, max_sequences=8, max_model_len=128, backend="triton"
 )
-REQUESTS = [
-    (text(20), greedy(24)),
-    ([*text(20)[:17], 5], greedy(12, temperature=0.9, seed=4, num_return_sequences=3)),
-    (text(33, seed=2), greedy(16, prompt_logprobs=True)),
-    (text(5, seed=3), greedy(9, repetition_penalty=1.3)),
-    (text(40, seed=4), greedy(20, temperature=1.1, seed=8, top_k=12)),
-    (text(9, seed=5), SamplingParams(max_new_tokens=25, logprobs=True)),
-]
+REQUESTS = [*EVERY_KIND[1:], (text(9, seed=5), SamplingParams(max_new_tokens=25, logprobs=True))]
 TWO = [(text(9), greedy(7)), (text(4, seed=1), greedy(9, temperature=0.9, seed=4))]
 LASTS = pytest.mark.slow("crosses", 2)
 LIBRARIES = model_state.LIBRARIES  # ``with_graphs`` adds the tests
