@@ -14,17 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.support.cases import (
-    bits_of,
-    drain,
-    greedy,
-    model_of,
-    one_by_one,
-    run,
-    steady,
-    text,
-    whole,
-)
+from tests.support.cases import bits_of, drain, greedy, model_of, run, steady, text, whole
 from tests.support.mixes import bits, crowd, plain
 from tests.support.pages import check_residents
 from tests.support.tiny import VOCAB
@@ -82,7 +72,7 @@ def asked():
 def alone(kind="shape-sensitive"):
     """The bits of each of ``asked`` in a model that nothing disturbs."""
     with steady(model_of(kind), prefix_cache=False) as engine:
-        return one_by_one(engine, asked())
+        return [bits(engine.generate([p], params)[0]) for p, params in asked()]
 
 
 @pytest.mark.crossed(0.7)

@@ -12,18 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.tiny import VOCAB, config_of, tiny
-from tinyspec import (
-    Completion,
-    Engine,
-    EngineConfig,
-    RequestOutput,
-    SamplingParams,
-    StreamEvent,
-    audit,
-)
+from tinyspec import Engine, EngineConfig, SamplingParams, audit
 from tinyspec.determinism.fingerprint_parts import differences, text_digest
 from tinyspec.engine.results import TextStream
-from tinyspec.outputs import CompletionStats
+from tinyspec.outputs import Completion, CompletionStats, RequestOutput, StreamEvent
 from tinyspec.tools.demo import BUNDLED
 
 TEXT = "The quick brown 🦊 jumps over 13 lazy 🐕‍🦺, naïvely — 東京タワー. THE END\n\n  two  spaces"

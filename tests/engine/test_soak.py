@@ -21,22 +21,12 @@ import pytest
 import torch
 
 import tinyspec
+from tests.support import soak as given
 from tests.support.cases import drain, engine_of
 from tests.support.drop_in import SMALL
 from tests.support.patience import PATIENCE
 from tests.support.signals import handled_by
-from tests.support.soak import (
-    CALL,
-    OF_THE_ENGINE,
-    OF_THE_PATCHED,
-    PLAIN,
-    PROMPTS,
-    REQUESTS,
-    SETTINGS,
-    Judge,
-    Truth,
-    make,
-)
+from tests.support.soak import CALL, PLAIN, PROMPTS, REQUESTS, SETTINGS, Judge, Truth, make
 from tinyspec import AsyncEngine
 
 SECONDS = 20  # of the form that is a part of a sample
@@ -49,9 +39,9 @@ class Soak:
 
     def __init__(self, judge: Judge, seed: str):
         self.judge, self.rng = judge, random.Random(seed)
-        self.served = make(OF_THE_ENGINE[0])
-        self.patched = make(OF_THE_PATCHED[0])
-        self.has = {"engine": OF_THE_ENGINE[0], "patched": OF_THE_PATCHED[0]}
+        self.served = make(given.OF_THE_ENGINE[0])
+        self.patched = make(given.OF_THE_PATCHED[0])
+        self.has = {"engine": given.OF_THE_ENGINE[0], "patched": given.OF_THE_PATCHED[0]}
         self.engine = engine_of(self.served, **SETTINGS)
         tinyspec.patch(self.patched, SMALL)
 
@@ -106,7 +96,7 @@ class Soak:
 
     def change(self, rng):
         with self.engine.lock("soak"):
-            seed = self.has["engine"] = rng.choice(OF_THE_ENGINE)
+            seed = self.has["engine"] = rng.choice(given.OF_THE_ENGINE)
             self.served.load_state_dict(self.judge.truth.weights[seed])
         self.judge.counts["weight changes"] += 1
 
@@ -190,7 +180,7 @@ class Soak:
             before, self.engine = self.engine, engine_of(self.served, **SETTINGS)
             before.close()
         elif what == "weights":
-            seed = self.has["patched"] = self.rng.choice(OF_THE_PATCHED)
+            seed = self.has["patched"] = self.rng.choice(given.OF_THE_PATCHED)
             self.patched.load_state_dict(self.judge.truth.weights[seed])
         elif what == "patch":
             self.interrupted(lambda: tinyspec.unpatch(self.patched))
@@ -263,7 +253,7 @@ def test_everything_at_once(truth, request, no_results_on_disk):
 def test_controls_of_the_judge(truth):
     """A page that is lost, another token, weights that nobody has, a model that is another, memory
     that is kept."""
-    seed, other = OF_THE_ENGINE
+    seed, other = given.OF_THE_ENGINE
     number = next(n for n, (_, params) in enumerate(REQUESTS) if params.temperature)
     prompt, params = REQUESTS[number]
     judge, lost = Judge(truth), []
@@ -282,7 +272,7 @@ def test_controls_of_the_judge(truth):
         engine.pool.grow(lost, 9)
         judge.pages(engine)
         engine.pool.free(lost)
-    judge.rows(OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
+    judge.rows(given.OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
     judge.output(number, replace(output, completions=[replace(first, finish_reason="abort")]))
     judge.memory = [(round * (1 << 20), 0, 0) for round in range(9)]
     judge.flat()

@@ -22,15 +22,8 @@ from tests.fuzz import ambient
 from tests.fuzz.draws import LENGTH, Asked, Point, RunDraw, drafter_of, rng_of
 from tests.fuzz.influences import Influence, Scene, Undo, begin
 from tests.fuzz.models import fresh
-from tinyspec import (
-    DeterminismError,
-    Engine,
-    EngineConfig,
-    RequestOutput,
-    SamplingParams,
-    UnsupportedModelError,
-)
-from tinyspec.errors import UnsupportedEnvironmentError
+from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
+from tinyspec.errors import DeterminismError, UnsupportedEnvironmentError, UnsupportedModelError
 from tinyspec.outputs import Completion
 from tinyspec.runner.sampler import NOT_FINITE
 

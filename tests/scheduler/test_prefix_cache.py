@@ -7,17 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.cases import (
-    KINDS,
-    bits_of,
-    drain,
-    engine_of,
-    greedy,
-    model_of,
-    one_by_one,
-    text,
-    whole,
-)
+from tests.support.cases import KINDS, drain, engine_of, greedy, model_of, one_by_one, text, whole
 from tests.support.mixes import bits
 from tests.support.pages import indexed_kv, page_kv
 from tests.support.tiny import tiny
@@ -156,7 +146,7 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
     wanted = replace(greedy(20), deterministic=deterministic)
     with engine_of(tiny(), page_size=4) as engine:
         engine.generate([PROMPT], greedy(1))
-        other = engine.generate([text(16, seed=3)], greedy(1))
+        (other,) = engine.generate([text(16, seed=3)], greedy(1))
         before = len(engine.admission.prefix)
         request_id = engine.add_request(PROMPT, replace(wanted, logits_processors=[Breaks()]))
         while len(engine.admission.prefix) < before + 2:
@@ -165,8 +155,8 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
         assert "tenth" in done.error and len(done.token_ids) == 9
         # Control: the pages of the other request are still there.
         assert len(engine.admission.prefix) == 4
-        output = engine.generate([text(16, seed=3)], greedy(1))
-        assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
+        (output,) = engine.generate([text(16, seed=3)], greedy(1))
+        assert tokens_cached(output) == [15] and bits(output) == bits(other)
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
         assert whole(engine)
 
