@@ -10,7 +10,7 @@ from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
 from tests.support.tolerances import LOGPROBS, close
 from tinyspec import Engine, EngineConfig, SamplingParams
 
-TOKENS = 24
+TOKENS = 16
 GREEDY = SamplingParams(max_new_tokens=TOKENS)
 
 

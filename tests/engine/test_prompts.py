@@ -78,7 +78,7 @@ MOST = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
 
 
 def with_pages(count):
-    sizes = {"max_rows": 16, "reference_rows": 16, "page_size": 16, "max_model_len": 100}
+    sizes = {"max_rows": 16, "reference_rows": 16, "page_size": 16, "max_model_len": 50}
     return Engine(tiny(), config=EngineConfig(**sizes, num_pages=count))
 
 
@@ -86,23 +86,23 @@ def test_as_many_tokens_as_fit():
     """Into the model's length, whatever the pool; the output records how many. What fits none is
     told, and what there are too few pages for, but of a call that gives its numbers."""
     found = []
-    for pages in (7, 12):
+    for pages in (4, 9):
         with with_pages(pages) as engine:
             (output,) = engine.generate([PROMPTS[0]], MOST)
-            assert output.params.max_new_tokens == len(output.completions[0].token_ids) == 97
+            assert output.params.max_new_tokens == len(output.completions[0].token_ids) == 47
             found.append((output.fingerprint, output.completions[0].token_ids))
-            with pytest.raises(ValueError, match=r"min_new_tokens=98 .*=97"):
-                engine.generate([PROMPTS[0]], replace(MOST, min_new_tokens=98))
-            with pytest.raises(ValueError, match="prompt='100 tokens'"):
-                engine.generate([[1] * 100], MOST)
+            with pytest.raises(ValueError, match=r"min_new_tokens=48 .*=47"):
+                engine.generate([PROMPTS[0]], replace(MOST, min_new_tokens=48))
+            with pytest.raises(ValueError, match="prompt='50 tokens'"):
+                engine.generate([[1] * 50], MOST)
             assert not engine.has_unfinished()
     assert found[0] == found[1]
-    with with_pages(6) as engine:
-        with pytest.raises(ValueError, match=r"max_new_tokens=97 .*need 7 pages .*there are 6"):
+    with with_pages(3) as engine:
+        with pytest.raises(ValueError, match=r"max_new_tokens=47 .*need 4 pages .*there are 3"):
             engine.generate([PROMPTS[0]], MOST)
         (scores,) = engine.score([PROMPTS[0]], [[1, 2]], MOST)
-        (output,) = engine.generate([PROMPTS[0]], replace(MOST, max_new_tokens=93))
-        assert len(scores) == 2 and len(output.completions[0].token_ids) == 93
+        (output,) = engine.generate([PROMPTS[0]], replace(MOST, max_new_tokens=45))
+        assert len(scores) == 2 and len(output.completions[0].token_ids) == 45
 
 
 BAD = {

@@ -10,7 +10,7 @@ from tests.support.mixes import Liar, bits, crowd
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
-REQUESTS = crowd(random.Random(3), 12)
+REQUESTS = crowd(random.Random(3), 9)
 TIGHT = {"page_size": 8, "num_pages": 30, "max_rows": 32}
 
 

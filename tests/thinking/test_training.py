@@ -24,22 +24,6 @@ def trained(run):
     return training
 
 
-def test_gold_thoughts_stand_on_their_chunks():
-    training = Training(SMALL)
-    batch = training.batch(0)
-    end = training.tokenizer.eos_token_id
-    assert batch["input_ids"].shape == batch["labels"].shape
-    chunks = batch["thoughts"]
-    count, length = batch["input_ids"].shape
-    assert len(chunks) == count > 2 and chunks.shape[1] <= length // 8
-    for row in chunks.tolist():
-        for thought in row:
-            ids = [token for token in thought if token != IGNORED]
-            assert not ids or ids[-1] == end
-    answers = [row[row != IGNORED].tolist() for row in batch["labels"]]
-    assert all(len(answer) == 3 and answer[2] == end for answer in answers)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_held_out_sequences_are_never_trained_on(task):
     """Of three operations and more, in whatever words; control: shorter ones are in both."""
