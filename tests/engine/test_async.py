@@ -5,25 +5,14 @@ import gc
 import sys
 import threading
 import weakref
-from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 from tests.support.budget import first
-from tests.support.cases import (
-    REFERENCE,
-    bits_of,
-    engine_of,
-    greedy,
-    model_of,
-    one_by_one,
-    text,
-    whole,
-)
+from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one, text, whole
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
-from tests.support.signals import told_in_a_fork
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, QueueFull, SamplingParams
 from tinyspec.engine.async_worker import Call
@@ -64,14 +53,25 @@ async def one(served, prompt, params, **how):
     return (await served.generate([prompt], params, **how))[0]
 
 
+async def collect(events):
+    return [event async for event in events]
+
+
 async def read(served, prompt, params):
     """The bits of a request, put together from its events."""
-    tokens, logprobs, reason = [], [], None
-    async for event in served.stream([prompt], params):
-        assert reason is None
-        tokens, logprobs = tokens + event.token_ids, logprobs + event.logprobs
-        reason = event.finish_reason
-    return [(tokens, logprobs, reason)]
+    *others, last = events = await collect(served.stream([prompt], params))
+    assert {event.finish_reason for event in others} <= {None}
+    tokens = [token for event in events for token in event.token_ids]
+    logprobs = [value for event in events for value in event.logprobs]
+    return [(tokens, logprobs, last.finish_reason)]
+
+
+async def begun(served, params=LONG, **how):
+    """A stream whose request has begun."""
+    events = served.stream([[4, 5]], params, **how)
+    event = await anext(events)
+    assert event.token_ids and event.error is None
+    return events, event.request_id
 
 
 def test_tasks_share_passes(served, expected):
@@ -88,63 +88,48 @@ def test_tasks_share_passes(served, expected):
 @pytest.mark.parametrize("count", first(1, [100, 1000], 2))
 def test_a_thousand_tasks_at_once(count):
     """Few of them in the engine at a time, and each gets its own."""
-    config = EngineConfig(reference_rows=REFERENCE, **SETTINGS)
+    config = EngineConfig(reference_rows=16, **SETTINGS)
     served = AsyncEngine(tiny(), config=config, max_requests=count // 3)
     prompts, engine = [[n % 128, n // 128] for n in range(count)], served.engine
 
-    async def ask(prompt):
-        return await one(served, prompt, SamplingParams(max_new_tokens=1, deterministic=True))
-
     async def main():
+        params = SamplingParams(max_new_tokens=1)
+        exact = replace(params, deterministic=True)
         async with served:
-            outputs = await asyncio.gather(*map(ask, prompts))
-            again = await served.generate(prompts[::50], SamplingParams(max_new_tokens=1))
-        return outputs, again
+            outputs = await asyncio.gather(*(one(served, prompt, exact) for prompt in prompts))
+            return outputs, await served.generate(prompts[::50], params)
 
     outputs, again = run(main())
     assert [output.prompt_token_ids for output in outputs] == prompts
-    assert [o.completions[0].token_ids for o in outputs[::50]] == [
-        o.completions[0].token_ids for o in again
-    ]
+    few, others = ([o.completions[0].token_ids for o in each] for each in (outputs[::50], again))
+    assert few == others
     most = max(record.running + record.waiting for record in engine.records)
     assert 1 < most <= count // 3 and engine.tracker.closed
 
 
 def test_cancelling_aborts(served, expected):
-    """A task that waits for outputs, one that reads, one whose call has not begun; others go on."""
-
-    async def first_event(reader):
-        async with aclosing(served.stream([[4, 5]], LONG)) as events:
-            async for _ in events:
-                reader.set()
+    """A task that waits for outputs, one that reads, one whose call has not begun, and a stream
+    that is left; others go on."""
 
     async def main():
-        reading = asyncio.Event()
-        tasks = [asyncio.create_task(one(served, [1, 2, 3], LONG))]
-        tasks.append(asyncio.create_task(first_event(reading)))
+        left, _ = await begun(served)
+        events, _ = await begun(served)
+        reads = asyncio.create_task(collect(events))
+        waits = asyncio.create_task(one(served, [1, 2, 3], LONG))
         other = asyncio.create_task(one(served, *REQUESTS[0]))
-        await reading.wait()
-        tasks.append(asyncio.create_task(one(served, [6], LONG)))
+        await asyncio.sleep(0.001)
+        late = asyncio.create_task(one(served, [6], LONG))
         await asyncio.sleep(0)
-        for task in tasks:
+        for task in (reads, waits, late):
             task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await left.aclose()
+        ended = await asyncio.gather(reads, waits, late, return_exceptions=True)
         await settled(served)
         return ended, bits(await other)
 
     ended, found = run(main())
-    assert all(isinstance(error, asyncio.CancelledError) for error in ended) and len(ended) == 3
+    assert [type(error) for error in ended] == [asyncio.CancelledError] * 3
     assert found == expected[0]
-
-
-def test_leaving_a_stream_aborts(served):
-    async def main():
-        async for event in served.stream([[4, 5]], LONG):
-            assert event.token_ids
-            break
-        await settled(served)
-
-    run(main())
 
 
 def test_who_reads_slowly_gets_more_at_a_time(served, expected):
@@ -181,12 +166,10 @@ def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, m
         raise MemoryError("no memory")
 
     async def main():
-        async with aclosing(served.stream([[1, 2]], LONG)) as events:
-            await anext(events)
-            monkeypatch.setattr(served.engine.core, "step", fails)
-            with pytest.raises(MemoryError):
-                async for _ in events:
-                    await asyncio.sleep(0)
+        events, _ = await begun(served)
+        monkeypatch.setattr(served.engine.core, "step", fails)
+        with pytest.raises(MemoryError):
+            await collect(events)
         return bits(await one(served, *REQUESTS[1]))
 
     assert run(main()) == expected[1]
@@ -205,7 +188,7 @@ def test_a_loop_that_ends_leaves_nothing(served):
 
 def test_closing_fails_what_is_unfinished(served):
     async def main():
-        calls = [asyncio.create_task(one(served, [n], LONG)) for n in range(3)]
+        calls = [asyncio.create_task(one(served, [n], LONG)) for n in range(2)]
         calls.append(asyncio.create_task(read(served, [7], replace(LONG, logprobs=True))))
         await asyncio.sleep(0.01)
         await served.close()
@@ -274,40 +257,26 @@ def test_a_finalizer_at_any_line_wakes_the_worker(served):
     assert not thread.is_alive() and len(lines) >= 5
 
 
-def test_a_forked_process_is_told(served):
-    run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
-    calls = (lambda: one(served, [1, 2], None), lambda: served.abort("request-0"))
-    assert told_in_a_fork(*(lambda call=call: asyncio.run(call()) for call in calls)) == 2
-
-
 def test_scores_fingerprint_and_stats(served, expected):
     """In a crowd; the engine's own, to the bit. Control: other tokens have other scores."""
-    prompts, tokens = [p for p, _ in REQUESTS], [bits[0][0] for bits in expected]
+    prompts, tokens = [p for p, _ in REQUESTS], [own[0][0] for own in expected]
     own = served.engine.score(prompts, tokens)
-    other = served.engine.score(prompts, [*tokens[1:], tokens[0]])
+    assert own != served.engine.score(prompts, [*tokens[1:], tokens[0]])
 
     async def main():
         crowd = [asyncio.create_task(one(served, *request)) for request in REQUESTS]
-        before, *scores = await asyncio.gather(
-            served.stats(), *(served.score([p], [t]) for p, t in zip(prompts, tokens, strict=True))
-        )
+        scores = (served.score([p], [t]) for p, t in zip(prompts, tokens, strict=True))
+        before, *scores = await asyncio.gather(served.stats(), *scores)
+        committed = before.committed
         with pytest.raises(ValueError, match="continuations="):
             await served.score(prompts, tokens[1:])
         assert await served.fingerprint() == served.engine.fingerprint
-        outputs = await asyncio.gather(*crowd)
-        return before.committed, before, await served.stats(), scores, outputs
+        assert bits_of(await asyncio.gather(*crowd)) == expected
+        assert [score for (score,) in scores] == own
+        after = await served.stats()
+        assert before.committed == committed < after.committed == served.engine.stats().committed
 
-    committed, before, after, scores, outputs = run(main())
-    assert [score for (score,) in scores] == own != other and bits_of(outputs) == expected
-    assert before.committed == committed < after.committed == served.engine.stats().committed
-
-
-async def begun(served, params=LONG, **how):
-    """A stream whose request has begun."""
-    events = served.stream([[4, 5]], params, **how)
-    event = await anext(events)
-    assert event.token_ids and event.error is None
-    return events, event.request_id
+    run(main())
 
 
 def test_a_full_queue_refuses_at_once(expected):
@@ -352,8 +321,7 @@ def test_timeouts_abort(served, expected, monkeypatch):
         loop, late = asyncio.get_running_loop(), 0
         now = loop.time
         monkeypatch.setattr(loop, "time", lambda: now() + late)
-        events, _ = await begun(served, timeout=50)
-        unread, _ = await begun(served, timeout=50)
+        streams = [(await begun(served, timeout=50))[0] for _ in range(2)]
         finished, _ = await begun(served, replace(LONG, max_new_tokens=5), timeout=50)
         other = asyncio.create_task(one(served, *REQUESTS[2], timeout=500))
         while len(served.engine.tracker.requests) > 2 or not other.done():
@@ -363,7 +331,7 @@ def test_timeouts_abort(served, expected, monkeypatch):
         late = 60
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         await settled(served)  # of the one that nobody reads, too
-        for stream in (events, unread):
+        for stream in streams:
             with pytest.raises(TimeoutError, match="within 50 seconds"):
                 await anext(stream)
         assert [len(event.token_ids) async for event in finished] == [4]
@@ -405,30 +373,33 @@ def test_lower_priorities_begin_first(served):
 
 
 def test_abort_ends_one_request(served, expected):
-    """Its stream with an event, its ``generate`` with what there is."""
+    """Its stream with an event, ``generate`` with what there is, ``score`` with an error."""
+    told = "engine.abort was called for it"
+
+    async def begins(call):
+        """A call that runs, and the id of its first request."""
+        known = set(served.engine.tracker.requests)
+        task = asyncio.create_task(call)
+        while not (new := [i for i in served.engine.tracker.requests if i not in known]):
+            await asyncio.sleep(0)
+        return task, new[0]
 
     async def main():
-        events, name = await begun(served)
-        both = asyncio.create_task(served.generate([[7], REQUESTS[0][0]], [LONG, REQUESTS[0][1]]))
-        while len(served.engine.tracker.requests) < 3:
-            await asyncio.sleep(0)
-        first = list(served.engine.tracker.requests)[1]
-        scored = asyncio.create_task(served.score([[1]], [[2] * 400]))
-        while len(served.engine.tracker.requests) < 4:
-            await asyncio.sleep(0)
-        for request_id in (name, first, list(served.engine.tracker.requests)[-1]):
-            output = await served.abort(request_id)
-            assert output.completions[0].error == "engine.abort was called for it"
+        events, streamed = await begun(served)
+        prompts, params = zip(([7], LONG), REQUESTS[0], strict=True)
+        both, generated = await begins(served.generate(prompts, params))
+        scored, score = await begins(served.score([[1]], [[2] * 400]))
+        for request_id in (streamed, generated, score):
+            assert (await served.abort(request_id)).completions[0].error == told
         with pytest.raises(ValueError, match="request_id="):
-            await served.abort(name)
-        *_, last = [event async for event in events]
-        with pytest.raises(RuntimeError, match=r"no score: engine\.abort was called"):
+            await served.abort(streamed)
+        with pytest.raises(RuntimeError, match=f"no score: {told}"):
             await scored
-        return last, await both
+        return (await collect(events))[-1], await both
 
     last, (first, second) = run(main())
     for ended in (last, first.completions[0]):
-        assert (ended.finish_reason, ended.error) == ("abort", "engine.abort was called for it")
+        assert (ended.finish_reason, ended.error) == ("abort", told)
     assert bits(second) == expected[0]
 
 

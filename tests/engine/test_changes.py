@@ -54,15 +54,22 @@ def fresh(change, changed):
     model, before = model_for(change), torch.get_num_threads()
     if changed:
         change(model)
+    found = answers(model)
+    torch.set_num_threads(before)
+    return found
+
+
+def answers(model):
+    """Those of a new engine."""
     with engine_of(model) as engine:
         outputs = engine.generate([PROMPT, OTHER], asking())
-    torch.set_num_threads(before)
     (fingerprint,) = {output.fingerprint for output in outputs}
     return [bits(output) for output in outputs], fingerprint
 
 
 class Once:
-    """Makes a change the first time that a sequence has so many tokens; then never again."""
+    """Makes a change the first time that a sequence has so many tokens; then never again. A
+    processor and a drafter, too."""
 
     stateless = False
 
@@ -74,20 +81,10 @@ class Once:
             change, self.change = self.change, None
             change(self.model)
 
-
-class Processor(Once):
     def __call__(self, input_ids, scores):
         self.look(input_ids.shape[1])
         return scores
 
-
-class Criterion(Once):
-    def __call__(self, input_ids, scores, **_):
-        self.look(input_ids.shape[1])
-        return False
-
-
-class OwnDrafter(Once):
     def propose(self, sequences, n):
         self.look(max(map(len, sequences)))
         return [[1, 2, 3][:n] for _ in sequences]
@@ -102,23 +99,19 @@ def run(engine, params=None):
 
 def in_processor(model, change):
     with engine_of(model) as engine:
-        return run(engine, asking(logits_processors=(Processor(model, change),)))
-
-
-def in_criterion(model, change):
-    with engine_of(model) as engine:
-        return run(engine, asking(stopping_criteria=(Criterion(model, change),)))
+        return run(engine, asking(logits_processors=(Once(model, change),)))
 
 
 def in_generate(model, change):
-    """The steps of one call, between which the engine's caller runs no code."""
+    """The steps of one call, between which the engine's caller runs no code; in a criterion."""
+    once = Once(model, change)
+    first = asking(stopping_criteria=[lambda ids, scores: once(ids, False)])
     with engine_of(model) as engine:
-        first = asking(logits_processors=(Processor(model, change),))
         return engine.generate([PROMPT, OTHER], [first, asking()])
 
 
 def in_drafter(model, change):
-    with engine_of(model, drafter=OwnDrafter(model, change), verify="always") as engine:
+    with engine_of(model, drafter=Once(model, change), verify="always") as engine:
         return run(engine)
 
 
@@ -132,7 +125,7 @@ def between_steps(model, change):
         return [done[request_id] for request_id in ids]
 
 
-RUNNING = (in_processor, in_criterion, in_generate, in_drafter, between_steps)
+RUNNING = (in_processor, in_generate, in_drafter, between_steps)
 
 
 USUAL = (changes.data_replaced, changes.number, changes.adapter, changes.hook, changes.threads)
@@ -207,31 +200,34 @@ def test_a_change_between_calls(change):
     assert old != new and (before != after or change is changes.threads), "the change matters"
 
 
+def halved(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 0.5
+
+
 @pytest.mark.parametrize("called", [False, True])
 def test_weights_made_in_inference_mode(caplog, called):
     """They count no writes: their bits are compared."""
+
+    def write(model):
+        with torch.inference_mode():
+            model.lm_head.weight.mul_(1.5)
+
     with torch.inference_mode():
-        model = changes.tiny()
-        twin = changes.tiny()
+        model, twin = tiny(), tiny()
     with engine_of(model) as engine:
         assert caplog.text.count("torch.inference_mode") == 1
-        before = engine.generate([PROMPT], asking())[0]
-        same = engine.generate([PROMPT], asking())[0]
+        before, same = (engine.generate([PROMPT], asking())[0] for _ in range(2))
         assert bits(same) == bits(before) and same.fingerprint == before.fingerprint
         assert same.completions[0].stats.cached_prompt_tokens > 0
-
-        def write(model):
-            with torch.inference_mode():
-                model.lm_head.weight.mul_(1.5)
-
-        params = () if called else (Processor(model, write),)
+        params = () if called else (Once(model, write),)
         if called:
             write(model)
-        outputs = engine.generate([PROMPT, OTHER], [asking(logits_processors=params), asking()])
+        first = asking(logits_processors=params)
+        outputs = engine.generate([PROMPT, OTHER], [first, asking()])
     write(twin)
-    with engine_of(twin) as engine:
-        expected = [bits(o) for o in engine.generate([PROMPT, OTHER], asking())]
-        assert outputs[1].fingerprint == engine.fingerprint != before.fingerprint
+    expected, fingerprint = answers(twin)
+    assert outputs[1].fingerprint == fingerprint != before.fingerprint
     assert bits(outputs[1]) == expected[1]
     if called:
         assert bits(outputs[0]) == expected[0] != bits(before)
@@ -240,21 +236,43 @@ def test_weights_made_in_inference_mode(caplog, called):
     assert caplog.text.count("torch.inference_mode") == 2, "once for each engine"
 
 
+@pytest.mark.parametrize("told", ["weights_changed", "verify_weights", "nobody"])
+def test_writes_through_data(told):
+    """They leave no trace: somebody has to say so, or every call has to digest."""
+    model = tiny()
+    with engine_of(model, verify_weights=told == "verify_weights") as engine:
+        engine.generate([PROMPT, OTHER], asking())
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+        if told == "weights_changed":
+            engine.weights_changed()
+        outputs = engine.generate([PROMPT, OTHER], asking())
+        found = [bits(output) for output in outputs], outputs[0].fingerprint
+    # Control: with nobody told, pages of the old weights are used, and the check sees it.
+    assert (found == answers(model)) == (told != "nobody")
+
+
+def test_weights_that_lie_otherwise_have_another_fingerprint():
+    """Products of a weight that lies column by column may have other bits."""
+    model = tiny()
+    with engine_of(model, linear="never") as engine:
+        fingerprints = []
+        for same in (torch.clone, lambda x: x.T.contiguous().T):
+            fingerprints.append(engine.fingerprint)
+            model.lm_head.weight.data = same(model.lm_head.weight.detach())
+            engine.check_model()
+        assert fingerprints[0] == fingerprints[1] != engine.fingerprint
+
+
 def test_log_probabilities_of_a_prompt_are_those_of_the_changed_model():
     """Half of the prompt has run when the weights change; no token is there yet."""
     prompt, params = PROMPT * 6, asking(prompt_logprobs=True)
-
-    def halved(model):
-        with torch.no_grad():
-            model.model.layers[0].mlp.up_proj.weight *= 0.5
-
-    changed = changes.tiny()
+    changed = tiny()
     halved(changed)
     found = []
-    for model in (changes.tiny(), changed):
+    for model in (tiny(), changed):
         with engine_of(model) as engine:
             found.append(engine.generate([prompt], params)[0])
-    model = changes.tiny()
+    model = tiny()
     with engine_of(model) as engine:
         engine.add_request(prompt, params)
         assert engine.step() == []

@@ -7,21 +7,14 @@ without the cause nobody fails.
 import gc
 import random
 import weakref
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from tests.support.cases import (
-    bits_of,
-    drain,
-    greedy,
-    model_of,
-    one_by_one,
-    run,
-    steady,
-    text,
-    whole,
-)
+from tests.support.cases import bits_of, drain, greedy, model_of, run, steady, text, whole
 from tests.support.mixes import bits, crowd, plain
 from tests.support.pages import check_residents
 from tests.support.tiny import VOCAB
@@ -30,62 +23,41 @@ from tinyspec import SamplingParams
 ARMED = "out of order"
 
 
-class Faulty(torch.nn.Module):
-    """Wraps the first MLP; raises where its fault says so."""
-
-    def __init__(self, inner):
-        super().__init__()
-        # An object of its own: attributes of a module are settings, and changed ones another model.
-        self.inner, self.fault = inner, Fault()
-
-    def forward(self, x):
-        self.fault.check(x.shape[:-1].numel())
-        return self.inner(x)
-
-
 class Fault:
-    """Once it is armed it raises at the calls that ``wrong`` picks.
+    """A hook in front of a module, which raises ``error`` at the calls that ``wrong`` picks.
 
-    wrong: given the number of calls since it was armed and the rows of the pass.
+    wrong: given the number of calls since it was armed and the input; ``raised``: how often. Kept
+    apart from the hook: numbers of a hook's own are settings, and changed ones another model.
     """
 
-    def __init__(self):
-        self.wrong, self.error, self.calls, self.raised = None, RuntimeError(ARMED), 0, 0
+    def __init__(self, module):
+        self.arm(None)
+        module.register_forward_pre_hook(lambda _, args: self.check(args[0]))
 
     def arm(self, wrong, error=None):
         self.wrong, self.calls, self.raised = wrong, 0, 0
-        self.error = error or self.error
+        self.error = error or RuntimeError(ARMED)
 
-    def check(self, rows):
+    def arm_for(self, token):
+        """In front of an embedding: every pass that holds the token."""
+        self.arm(lambda calls, ids: (ids == token).any(), ValueError(f"saw {token}"))
+
+    def check(self, given):
         self.calls += 1
-        if self.wrong is not None and self.wrong(self.calls, rows):
+        if self.wrong is not None and self.wrong(self.calls, given):
             self.raised += 1
             raise self.error
 
 
 def faulty_model(kind="shape-sensitive"):
     model = model_of(kind)
-    model.model.layers[0].mlp = Faulty(model.model.layers[0].mlp)
-    return model, model.model.layers[0].mlp.fault
+    return model, Fault(model.get_input_embeddings())
 
 
-def watched(embedding):
-    """Passes that hold the ``token`` of what is returned raise, once there is one; ``raised``: how
-    often. In a dict: numbers of a hook's own are settings, and changed ones another model."""
-    sees = {"token": None, "raised": 0}
-
-    def check(_, args):
-        if sees["token"] is not None and (args[0] == sees["token"]).any():
-            sees["raised"] += 1
-            raise ValueError(f"saw {sees['token']}")
-
-    embedding.register_forward_pre_hook(check)
-    return sees
-
-
-def seeing_model():
-    model = model_of("shape-sensitive")
-    return model, watched(model.get_input_embeddings())
+def unused():
+    """A token that none of ``asked`` holds."""
+    held = {t for p, _ in asked() for t in p} | {t for r in alone() for c in r for t in c[0]}
+    return next(t for t in range(1, VOCAB) if t not in held)
 
 
 def asked():
@@ -96,9 +68,11 @@ def asked():
     ]
 
 
-def alone(model):
-    with steady(model, prefix_cache=False) as engine:
-        return one_by_one(engine, asked())
+@cache
+def alone(kind="shape-sensitive"):
+    """The bits of each of ``asked`` in a model that nothing disturbs."""
+    with steady(model_of(kind), prefix_cache=False) as engine:
+        return [bits(engine.generate([p], params)[0]) for p, params in asked()]
 
 
 @pytest.mark.crossed(0.7)
@@ -107,14 +81,13 @@ def alone(model):
 def test_a_pass_that_fails_once_loses_nothing(at, page_size):
     """Whether it was prompts, drafts or a verify; nothing raises, nobody fails."""
     model, faulty = faulty_model()
-    expected = alone(model)
     with steady(model, page_size=page_size, draft_window=4) as engine:
         engine.generate([[1]], greedy(1))
-        others = crowd(random.Random(at), 5)
-        faulty.arm(lambda call, rows: call == at)
+        others = crowd(random.Random(at), 3)
+        faulty.arm(lambda call, ids: call == at)
         outputs = run(engine, [*asked(), *others])
         assert faulty.raised == 1
-        assert bits_of(outputs[:6]) == expected
+        assert bits_of(outputs[:6]) == alone()
         assert {c.finish_reason for o in outputs for c in o.completions} == {"length"}
         assert whole(engine)
         check_residents(engine)
@@ -126,7 +99,7 @@ def test_control_a_failed_pass_shows_in_plain_requests():
     found = []
     for at in (0, 5):
         with steady(model) as engine:
-            faulty.arm(lambda call, rows, at=at: call == at)
+            faulty.arm(lambda call, ids, at=at: call == at)
             found.append(bits_of(run(engine, requests)))
     assert faulty.raised == 1
     assert found[0] != found[1]
@@ -137,7 +110,7 @@ def test_a_pass_of_one_request_that_fails_says_why():
     prompt, params = asked()[0]
     with steady(model) as engine:
         good = engine.generate([prompt], params)[0].completions[0]
-        faulty.arm(lambda call, rows: call >= 3)
+        faulty.arm(lambda call, ids: call >= 3)
         completion = engine.generate([prompt], params)[0].completions[0]
         assert completion.finish_reason == "abort"
         assert completion.error == f"the pass raised RuntimeError: {ARMED}"
@@ -153,19 +126,16 @@ def test_a_pass_of_one_request_that_fails_says_why():
 
 @pytest.mark.parametrize("deterministic, copies", [(True, 3), (False, 1)])
 def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
-    model, sees = seeing_model()
-    expected = alone(model)
-    held = {t for p, _ in asked() for t in p} | {t for r in expected for c in r for t in c[0]}
-    bad = next(t for t in range(1, VOCAB) if t not in held)
+    (model, faulty), bad = faulty_model(), unused()
     wanted = SamplingParams(
         max_new_tokens=9, deterministic=deterministic, num_return_sequences=2, temperature=1.0
     )
     guilty = [([3, 4, bad, 5], wanted)] * copies
     with steady(model, page_size=4, num_pages=80) as engine:
         engine.generate([[1]], greedy(1))
-        sees["token"] = bad
+        faulty.arm_for(bad)
         outputs = run(engine, [*asked()[:3], *guilty, *asked()[3:]])
-        assert bits_of([*outputs[:3], *outputs[-3:]]) == expected
+        assert bits_of([*outputs[:3], *outputs[-3:]]) == alone()
         for output in outputs[3:-3]:
             for completion in output.completions:
                 assert completion.finish_reason == "abort"
@@ -174,32 +144,28 @@ def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
         assert whole(engine)
         check_residents(engine)
         # Control: it is the token, not the prompt.
-        sees["token"] = None
+        faulty.arm(None)
         output = run(engine, guilty[:1])[0]
         assert [c.finish_reason for c in output.completions] == ["length", "length"]
 
 
-class Proposes:
+class Proposes(NamedTuple):
     """Always drafts the same tokens."""
 
-    def __init__(self, tokens):
-        self.tokens = tokens
+    tokens: list[int]
 
     def propose(self, sequences, n):
         return [self.tokens[:n] for _ in sequences]
 
 
 def test_drafts_that_make_a_pass_raise_cost_no_request():
-    model, sees = seeing_model()
-    expected = alone(model)
-    held = {t for p, _ in asked() for t in p} | {t for r in expected for c in r for t in c[0]}
-    bad = next(t for t in range(1, VOCAB) if t not in held)
+    (model, faulty), bad = faulty_model(), unused()
     with steady(model, drafter=Proposes([bad])) as engine:
         engine.generate([[1]], greedy(1))
-        sees["token"] = bad
+        faulty.arm_for(bad)
         outputs = run(engine, asked())
-        assert sees["raised"] > 3
-        assert bits_of(outputs) == expected
+        assert faulty.raised > 3
+        assert bits_of(outputs) == alone()
         assert whole(engine)
 
 
@@ -207,61 +173,50 @@ def test_passes_that_are_too_large():
     """A request that fits alone is served, slowly; a long prompt takes many passes."""
     error = torch.OutOfMemoryError("no room")
     model, faulty = faulty_model("as is")  # has large canonical buckets
-    expected = alone(model)
     long = (text(60, seed=1), greedy(5))
     requests = [*asked()[:3], long, *asked()[3:]]
     with steady(model, max_rows=64, page_size=8) as engine:
         engine.generate([[1]], greedy(1))
-        faulty.arm(lambda call, rows: rows > 40, error)
+        faulty.arm(lambda call, ids: ids.numel() > 40, error)
         outputs = run(engine, requests)
         assert faulty.raised > 1
         cut = outputs.pop(3)
-        assert bits_of(outputs) == expected
+        assert bits_of(outputs) == alone("as is")
         assert whole(engine)
         faulty.arm(None)
         assert bits_of([cut]) == bits_of(run(engine, [long]))
         # Control: what fails with a single row as well does end, by name.
-        faulty.arm(lambda call, rows: True, error)
+        faulty.arm(lambda call, ids: True, error)
         failed = run(engine, [long])[0].completions[0]
         assert failed.error == f"the pass raised {type(error).__name__}: no room"
         assert whole(engine)
 
 
-class FailsOnce:
-    """Kernels that raise at the first sample."""
-
-    def __init__(self, kernels):
-        self.kernels, self.calls = kernels, 0
-
-    def __getattr__(self, name):
-        return getattr(self.kernels, name)
-
-    def sample(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == 1:
-            raise RuntimeError(ARMED)
-        return self.kernels.sample(*args, **kwargs)
-
-
 def test_a_failure_behind_the_forward_costs_nobody():
     """Those of the pass are tried again; a stream has each token once."""
-    model, _ = faulty_model()
-    expected = alone(model)
+    failed = []
     prompt, params = asked()[3][0], SamplingParams(max_new_tokens=20)
-    with steady(model, verify="always", page_size=4) as engine:
+    with steady(model_of("shape-sensitive"), verify="always", page_size=4) as engine:
         engine.generate([[1]], greedy(1))
         stream = engine.stream([prompt], params)
         tokens = list(next(stream).token_ids)
         ids = [engine.add_request(*request) for request in asked()]
-        sampler = engine.core.sampler
-        sampler.kernels = FailsOnce(sampler.kernels)
+        kernels = engine.core.sampler.kernels
+
+        def fails_once(*args, **kwargs):
+            if not failed:
+                failed.append(ARMED)
+                raise RuntimeError(ARMED)
+            return kernels.sample(*args, **kwargs)
+
+        engine.core.sampler.kernels = replace(kernels, sample=fails_once)
         for event in stream:
             tokens += event.token_ids
         check_residents(engine)
         assert tokens == stream.requests[0].sequences[0].tokens[len(prompt) :]
-        assert len(tokens) == 20 and sampler.kernels.calls > 0
+        assert len(tokens) == 20 and failed
         done = drain(engine)
-        assert [bits(done[request_id]) for request_id in ids] == expected
+        assert [bits(done[request_id]) for request_id in ids] == alone()
         assert whole(engine)
 
 

@@ -6,6 +6,7 @@ import torch
 from tests.support.loading import saved
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, SamplingParams, UnsupportedModelError, doctor
+from tinyspec.config import EngineConfig
 from tinyspec.engine import input_processor as loading
 from tinyspec.tools.demo import BUNDLED, THINKER
 
@@ -40,11 +41,15 @@ def test_a_device_that_is_not_there(monkeypatch):
         loading.checked_device("cuda:2")
 
 
-def test_a_name_that_is_not_found(tmp_path):
+def test_what_is_not_found(tmp_path):
     """The message names it, whatever transformers says."""
     for name in ("no/such-model", str(tmp_path)):
         with pytest.raises(ValueError, match=f"^model='{name}' is not allowed: a folder with a m"):
             Engine.from_pretrained(name)
+    folder = saved(tmp_path)
+    for name in ("flash_attention_5", "none/such"):
+        with pytest.raises(ValueError, match=f"^attn_implementation='{name}' is not allowed: one "):
+            Engine.from_pretrained(folder, attn_implementation=name)
 
 
 def test_what_is_no_model_or_no_config():
@@ -56,6 +61,8 @@ def test_what_is_no_model_or_no_config():
             Engine(tiny(), None, config)
     with pytest.raises(ValueError, match=r"tokenizer='some/name' is not allowed: .*AutoTokenizer"):
         Engine(tiny(), "some/name")
+    with pytest.raises(ValueError, match=r"tokenizer=EngineConfig.*config="):
+        Engine(tiny(), EngineConfig())
 
 
 OF_BOTH = {"revision": "v1", "trust_remote_code": True, "token": "x", "local_files_only": True}
@@ -89,28 +96,12 @@ def test_what_is_handed_on(monkeypatch, how):
     assert calls["model"] == ("some/name", {"dtype": "auto", **given})
 
 
-def test_dtypes(tmp_path):
-    folder = saved(tmp_path, tiny(dtype=torch.float16))
-    for dtype in ("bfloat16", torch.bfloat16, "auto"):
-        with Engine.from_pretrained(folder, dtype=dtype) as engine:
-            assert engine.model.dtype == (torch.float16 if dtype == "auto" else torch.bfloat16)
-
-
-def test_attention_that_is_not_there(tmp_path):
-    folder = saved(tmp_path)
-    for name in ("flash_attention_5", "none/such"):
-        with pytest.raises(ValueError, match=f"^attn_implementation='{name}' is not allowed: one "):
-            Engine.from_pretrained(folder, attn_implementation=name)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_a_folder_without_a_tokenizer(tmp_path, family):
     """Of some types transformers would make an empty tokenizer."""
-    folder, params = saved(tmp_path, tiny(family)), SamplingParams(max_new_tokens=4)
-    with Engine.from_pretrained(folder) as engine, Engine(tiny(family)) as other:
+    with Engine.from_pretrained(saved(tmp_path, tiny(family))) as engine:
         assert engine.tokenizer is None
-        found, expected = (e.generate([[1, 2]], params)[0].completions for e in (engine, other))
-        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        assert len(engine.generate([[1, 2]], SamplingParams(max_new_tokens=4))) == 1
         with pytest.raises(ValueError, match=r"prompt='Hello' .* the engine has no tokenizer"):
             engine.generate("Hello")
 
@@ -119,6 +110,5 @@ def test_other_doors_hand_on_too():
     given = {"revision": "main", "local_files_only": True}
     with Engine.from_pretrained(THINKER, **given) as engine:
         assert engine._thinker is not None and engine.tokenizer is not None
-    engine = AsyncEngine.from_pretrained(BUNDLED, dtype="bfloat16", **given).engine
-    assert engine.model.dtype == torch.bfloat16
-    engine.close()
+    with AsyncEngine.from_pretrained(BUNDLED, dtype="bfloat16", **given).engine as engine:
+        assert engine.model.dtype == torch.bfloat16

@@ -85,11 +85,10 @@ def test_who_is_left_out_of_a_pass_comes_next():
 
 def test_a_step_fetches_once_and_commits_the_oldest_pass():
     """Passes of plain tokens: the second is launched before the first is fetched."""
-    params = SamplingParams(max_new_tokens=9)
+    params, counts = SamplingParams(max_new_tokens=9), []
     with steady(model_of("as is")) as engine:
         queue = queue_of(engine)
         engine.add_request(text(6), params)
-        counts = []
         while engine.has_unfinished():
             engine.step()
             counts.append((queue.launches, queue.fetches, engine.records[-1].committed))

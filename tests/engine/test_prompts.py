@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BatchEncoding,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerFast
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -79,47 +74,53 @@ def test_one_prompt(engine, prompt):
     assert scores == engine.score([PROMPTS[0]], [PROMPTS[1]])
 
 
+MOST = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
+
+
+def with_pages(count):
+    sizes = {"max_rows": 16, "reference_rows": 16, "page_size": 16, "max_model_len": 50}
+    return Engine(tiny(), config=EngineConfig(**sizes, num_pages=count))
+
+
 def test_as_many_tokens_as_fit():
-    """Into the model's length; the output records how many. What fits none is told."""
-    config = EngineConfig(
-        max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=7
-    )
-    most = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
-    with Engine(tiny(), config=config) as engine:
-        (output,) = engine.generate([PROMPTS[0]], most)
-        assert output.params.max_new_tokens == len(output.completions[0].token_ids) == 97
-        with pytest.raises(ValueError, match=r"min_new_tokens=98 .*=97"):
-            engine.generate([PROMPTS[0]], replace(most, min_new_tokens=98))
-        with pytest.raises(ValueError, match="prompt='100 tokens'"):
-            engine.generate([[1] * 100], most)
-        assert not engine.has_unfinished()
-
-
-def test_the_pool_does_not_choose_how_many_tokens():
-    """Of equal fingerprints are equal outputs; where there are too few pages it is told, and asked
-    for no fewer tokens, nor of a call that gives its numbers."""
-    most, found = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True), []
-    for pages in (7, 12):
-        config = EngineConfig(
-            max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=pages
-        )
-        with Engine(tiny(), config=config) as engine:
-            (output,) = engine.generate([PROMPTS[0]], most)
+    """Into the model's length, whatever the pool; the output records how many. What fits none is
+    told, and what there are too few pages for, but of a call that gives its numbers."""
+    found = []
+    for pages in (4, 9):
+        with with_pages(pages) as engine:
+            (output,) = engine.generate([PROMPTS[0]], MOST)
+            assert output.params.max_new_tokens == len(output.completions[0].token_ids) == 47
             found.append((output.fingerprint, output.completions[0].token_ids))
+            with pytest.raises(ValueError, match=r"min_new_tokens=48 .*=47"):
+                engine.generate([PROMPTS[0]], replace(MOST, min_new_tokens=48))
+            with pytest.raises(ValueError, match="prompt='50 tokens'"):
+                engine.generate([[1] * 50], MOST)
+            assert not engine.has_unfinished()
     assert found[0] == found[1]
-    config = EngineConfig(
-        max_rows=16, reference_rows=16, page_size=16, max_model_len=100, num_pages=6
-    )
-    with Engine(tiny(), config=config) as engine:
-        with pytest.raises(ValueError, match=r"max_new_tokens=97 .*need 7 pages .*there are 6"):
-            engine.generate([PROMPTS[0]], most)
-        (scores,) = engine.score([PROMPTS[0]], [[1, 2]], most)
-        (output,) = engine.generate([PROMPTS[0]], replace(most, max_new_tokens=93))
-        assert len(scores) == 2 and len(output.completions[0].token_ids) == 93
+    with with_pages(3) as engine:
+        with pytest.raises(ValueError, match=r"max_new_tokens=47 .*need 4 pages .*there are 3"):
+            engine.generate([PROMPTS[0]], MOST)
+        (scores,) = engine.score([PROMPTS[0]], [[1, 2]], MOST)
+        (output,) = engine.generate([PROMPTS[0]], replace(MOST, max_new_tokens=45))
+        assert len(scores) == 2 and len(output.completions[0].token_ids) == 45
 
 
 BAD = {
+    "none": ([], "prompts="),
+    "empty": ([[]], "prompt="),
+    "not a list": (5, "prompts=5"),
+    "negative": ([[1, -1]], "-1 .*0 to 127"),
+    "outside": (np.array([[1, 128]]), "128 .*0 to 127"),
+    "float": ([[1, 2.5]], "2.5.*integers"),
     "floats": (torch.ones(2, 3), "1.0.*integers"),
+    "bool": ([[1, True]], "True.*integers"),
+    "text within": ([[1, "2"]], "'2'.*integers"),
+    "nested": ([[[1, 2]]], "integers"),
+    "not a prompt": ([None], "None"),
+    "among others": ([[1, 2], None], "None"),
+    "text": ("hello", "'hello'.*tokenizer"),
+    "messages": ([{"role": "user", "content": "hi"}], "tokenizer"),
+    "bytes": (b"hello", "hello"),
     "no dimension": (torch.tensor(3), "prompts="),
     "three": (torch.ones(1, 2, 3, dtype=torch.int64), "prompts=.*one or two dimensions"),
     "no ids": ({"inputs_embeds": 1}, "prompts=.*input_ids"),
@@ -127,15 +128,15 @@ BAD = {
     "a hole": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, r"mask=\[1, 0, 1\]"),
     "nothing left": ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "at least one token"),
     "several in one": ([torch.tensor(EQUAL)], "prompt=.*one prompt"),
-    "outside": (np.array([[1, 128]]), "128 .*0 to 127"),
 }
 
 
 @pytest.mark.parametrize("prompts, message", BAD.values(), ids=BAD)
 def test_what_is_refused(engine, prompts, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        engine.generate(prompts, SHORT)
-    assert not engine.has_unfinished()
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            call(prompts, SHORT)
+        assert not engine.has_unfinished()
 
 
 TEMPLATE = """{%- if tools %}tools {{ tools | tojson }} {% endif %}
@@ -203,10 +204,10 @@ def test_chats_that_are_refused(chats, chat, message):
 def test_unknown_words_are_counted(capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
     given = ["generate", "--model", str(THINKER), "--max-new-tokens", "2"]
-    assert main([*given, "Alice flips the coin quietly."]) == 0
-    assert "prompt: 1 tokens are unknown to the tokenizer" in capsys.readouterr().err
-    assert main([*given, "Alice flips <unk> the coin."]) == 0
-    assert "unknown" not in capsys.readouterr().err
+    for adverb, told in (("quietly", True), ("<unk>", False)):
+        assert main([*given, f"Alice flips the coin {adverb}."]) == 0
+        said = capsys.readouterr().err
+        assert ("prompt: 1 tokens are unknown to the tokenizer" in said) == told, said
 
 
 @pytest.mark.parametrize("text, told", [("a b", 0), ("a </s> b", 0), ("a c b", 1)])

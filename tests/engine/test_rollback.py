@@ -25,13 +25,8 @@ def states(config, until=45):
             sequence = engine.admission.running[0]
             if sequence.drafts or sequence.num_generated > until:
                 continue
-            kv = [
-                tensor.clone()
-                for layer in range(2)
-                for tensor in read_pages(
-                    engine.runner.cache, layer, sequence.pages, sequence.computed
-                )
-            ]
+            place, cache = (sequence.pages, sequence.computed), engine.runner.cache
+            kv = [x.clone() for layer in range(2) for x in read_pages(cache, layer, *place)]
             found[sequence.num_generated] = (list(sequence.tokens), len(sequence.pages), kv)
         return found, engine.stats()
 
@@ -44,14 +39,13 @@ def test_rolled_back_equals_never_drafted(page_size):
     assert stats.rollbacks == stats.drafted == 0
     truth = never[max(never)][0]
     compared = 0
-    for seed in range(6):
+    for seed in range(4):
         drafter = HalfLiar([truth], seed, wrong=0.3)
         drafted, stats = states(EngineConfig(**settings, drafter=drafter, draft_window=7))
         assert stats.rollbacks > 0
         for length, (tokens, pages, kv) in drafted.items():
             assert (tokens, pages) == never[length][:2]
-            for a, b in zip(kv, never[length][2], strict=True):
-                assert torch.equal(a, b)
+            assert all(map(torch.equal, kv, never[length][2]))
             compared += 1
     assert compared > 20
 
@@ -77,13 +71,13 @@ def test_fast_path_acceptance_on_the_bundled_model():
     that are behind it, which were not judged."""
     from benchmarks.storyteller.questions import sample_prompts
 
-    texts = sample_prompts(24, seed=1)
+    texts = sample_prompts(20, seed=1)
     params = [
         SamplingParams(max_new_tokens=64, deterministic=True, temperature=n % 2 * 0.8, seed=n)
         for n in range(len(texts))
     ]
     # Of itself it would hardly draft at all, nor with more sequences than a pass has room for.
-    config = EngineConfig(verify="always", max_sequences=4)
+    config = EngineConfig(verify="always", max_sequences=4, max_rows=64)
     with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
         outputs = engine.generate(texts, params)
     stats = [output.completions[0].stats for output in outputs]

@@ -1,6 +1,6 @@
 """Everything at once, for minutes: threads, asyncio, Ctrl-C, aborts, weights that change, releases,
-copies, and three models of one config, of which an engine, a patched ``generate`` and nobody serve
-one each. No output is another than its request's alone, no page is lost, memory is flat.
+copies, and two models, of which an engine and a patched ``generate`` serve one each. No output is
+another than its request's alone, no page is lost, memory is flat.
 
 Controls: the judge finds a lost page, a wrong token, weights that nobody has and kept memory.
 """
@@ -21,23 +21,12 @@ import pytest
 import torch
 
 import tinyspec
+from tests.support import soak as given
 from tests.support.cases import drain, engine_of
 from tests.support.drop_in import SMALL
 from tests.support.patience import PATIENCE
 from tests.support.signals import handled_by
-from tests.support.soak import (
-    CALL,
-    OF_THE_ENGINE,
-    OF_THE_PATCHED,
-    PLAIN,
-    PROMPTS,
-    REQUESTS,
-    SETTINGS,
-    Judge,
-    Truth,
-    make,
-    sharing,
-)
+from tests.support.soak import CALL, PLAIN, PROMPTS, REQUESTS, SETTINGS, Judge, Truth, make
 from tinyspec import AsyncEngine
 
 SECONDS = 20  # of the form that is a part of a sample
@@ -50,10 +39,9 @@ class Soak:
 
     def __init__(self, judge: Judge, seed: str):
         self.judge, self.rng = judge, random.Random(seed)
-        self.served = make(OF_THE_ENGINE[0])
-        self.patched = sharing(self.served, OF_THE_PATCHED[0])
-        self.own = sharing(self.served, OF_THE_PATCHED[1])
-        self.has = {"engine": OF_THE_ENGINE[0], "patched": OF_THE_PATCHED[0]}
+        self.served = make(given.OF_THE_ENGINE[0])
+        self.patched = make(given.OF_THE_PATCHED[0])
+        self.has = {"engine": given.OF_THE_ENGINE[0], "patched": given.OF_THE_PATCHED[0]}
         self.engine = engine_of(self.served, **SETTINGS)
         tinyspec.patch(self.patched, SMALL)
 
@@ -104,19 +92,13 @@ class Soak:
         """Changes between steps, user code that raises, requests that are aborted."""
         for _ in range(3):
             time.sleep(rng.random() / 10)
-            rng.choice((self.change, self.copy, self.release, self.abort, self.fail))(rng)
+            rng.choice((self.change, self.release, self.abort, self.fail))(rng)
 
     def change(self, rng):
         with self.engine.lock("soak"):
-            seed = self.has["engine"] = rng.choice(OF_THE_ENGINE)
+            seed = self.has["engine"] = rng.choice(given.OF_THE_ENGINE)
             self.served.load_state_dict(self.judge.truth.weights[seed])
         self.judge.counts["weight changes"] += 1
-
-    def copy(self, rng):
-        with self.engine.lock("soak"):
-            twin = copy.deepcopy(self.served)
-            seed = self.has["engine"]
-        self.judge.model("copies", seed, twin)
 
     def release(self, rng):
         try:
@@ -152,7 +134,7 @@ class Soak:
 
     def runs_itself(self, rng):
         for _ in range(5):
-            self.judge.model("a model of the same config", OF_THE_PATCHED[1], self.own)
+            self.judge.model("beside an engine", self.has["patched"], self.patched)
 
     # In the main thread.
 
@@ -185,21 +167,20 @@ class Soak:
 
     def between(self):
         """Nobody else runs: what a program does now and then, and the checks."""
-        for request in drain(self.engine).values():
-            (number,) = [n for n, (p, _) in enumerate(REQUESTS) if p == request.prompt_token_ids]
-            self.judge.output(number, request, (CHANGED,))
+        for output in drain(self.engine).values():
+            (number,) = [n for n, (p, _) in enumerate(REQUESTS) if p == output.prompt_token_ids]
+            self.judge.output(number, output, (CHANGED,))
         self.judge.pages(self.engine)
         self.judge.pages(self.patched.generate._engine or self.engine)
-        what = self.rng.choice(("beside", "another", "weights", "patch", "release", "nothing"))
+        what = self.rng.choice(("forget", "another", "weights", "patch", "release", "nothing"))
         self.judge.counts[f"between: {what}"] += 1
-        if what == "beside":
+        if what == "forget":
             self.engine.forget_plain()
-            self.judge.model("beside", self.has["engine"], self.served)
         elif what == "another":
             before, self.engine = self.engine, engine_of(self.served, **SETTINGS)
             before.close()
         elif what == "weights":
-            seed = self.has["patched"] = self.rng.choice(OF_THE_PATCHED)
+            seed = self.has["patched"] = self.rng.choice(given.OF_THE_PATCHED)
             self.patched.load_state_dict(self.judge.truth.weights[seed])
         elif what == "patch":
             self.interrupted(lambda: tinyspec.unpatch(self.patched))
@@ -212,6 +193,7 @@ class Soak:
             self.patched.generate.release()
             self.engine.release()
         self.judge.model("copies", self.has["patched"], copy.deepcopy(self.patched))
+        self.judge.model("copies", self.has["engine"], copy.deepcopy(self.served))
         self.judge.model("beside an engine", self.has["engine"], self.served)
         self.judge.remember()
 
@@ -267,41 +249,32 @@ def test_everything_at_once(truth, request, no_results_on_disk):
     assert judge.counts["interrupts"] > 0
 
 
+@pytest.mark.slow("soak", 3)
 def test_controls_of_the_judge(truth):
     """A page that is lost, another token, weights that nobody has, a model that is another, memory
     that is kept."""
-    seed, other = OF_THE_ENGINE
+    seed, other = given.OF_THE_ENGINE
     number = next(n for n, (_, params) in enumerate(REQUESTS) if params.temperature)
     prompt, params = REQUESTS[number]
-
-    def found(judge):
-        kinds = [line.partition(":")[0] for line in judge.wrong]
-        return Counter(kinds)
-
+    judge, lost = Judge(truth), []
     with engine_of(make(seed), **SETTINGS) as engine:
         output = engine.generate([prompt], params)[0]
-        judge = Judge(truth)
         judge.output(number, output)
         judge.pages(engine)
         judge.model("itself", seed, engine.model)
         assert not judge.wrong
         judge.output(number - 1, output)
         judge.output(number, replace(output, fingerprint="another"))
-        first = output.completions[0]
+        first, *rest = output.completions
         changed = replace(first, token_ids=[*first.token_ids[:-1], first.token_ids[-1] ^ 1])
-        judge.output(number, replace(output, completions=[changed, *output.completions[1:]]))
-        assert found(judge) == {"outputs": 3}
+        judge.output(number, replace(output, completions=[changed, *rest]))
         judge.model("itself", other, engine.model)
-        lost = []
         engine.pool.grow(lost, 9)
         judge.pages(engine)
         engine.pool.free(lost)
-    judge.rows(OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
+    judge.rows(given.OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
     judge.output(number, replace(output, completions=[replace(first, finish_reason="abort")]))
-    assert found(judge) == {
-        **{"outputs": 3, "itself": 1, "pages": 1, "rows": 1},
-        "named errors": 1,
-    }
     judge.memory = [(round * (1 << 20), 0, 0) for round in range(9)]
     judge.flat()
-    assert found(judge)["memory"] == 1
+    wrong = {"outputs": 3, "itself": 1, "pages": 1, "rows": 1, "named errors": 1, "memory": 1}
+    assert Counter(line.partition(":")[0] for line in judge.wrong) == wrong

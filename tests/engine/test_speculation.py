@@ -61,7 +61,7 @@ STYLES = {
 @pytest.mark.parametrize("drafter", ["knows", "lies", "ngram"])
 def test_plain_requests_keep_their_tokens(style, drafter):
     asked = requests(**STYLES[style])
-    expected, _ = generate(asked)
+    expected, without = generate(asked)
     texts = [o.prompt_token_ids + c.token_ids for o in expected for c in o.completions]
     drafters = {"knows": Knows(texts), "lies": Liar(1), "ngram": "ngram"}
     outputs, stats = generate(asked, drafter=drafters[drafter])
@@ -72,16 +72,10 @@ def test_plain_requests_keep_their_tokens(style, drafter):
     if drafter == "knows":  # of three completions it takes one for another where they part
         assert stats.accepted > stats.drafted * 0.8 > 5
         assert stats.rolled_back == 0 or style == "three of a prompt"
+        if style == "greedy":
+            assert sum(stats.passes.values()) < sum(without.passes.values()) / 4
     if drafter == "lies":
         assert stats.rolled_back > 5
-
-
-def test_speculation_saves_passes():
-    asked = requests()
-    expected, without = generate(asked)
-    texts = [o.prompt_token_ids + c.token_ids for o, c in ((o, o.completions[0]) for o in expected)]
-    _, stats = generate(asked, drafter=Knows(texts))
-    assert sum(stats.passes.values()) < sum(without.passes.values()) / 4
 
 
 def time_of(text, verified=False):

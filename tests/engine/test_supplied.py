@@ -1,13 +1,10 @@
 """Sequences whose tokens are supplied from outside: each waits for its next, with its logits."""
 
 from dataclasses import replace
-from threading import Thread
 
-import pytest
 import torch
 
 from tests.support.cases import text
-from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
@@ -30,6 +27,12 @@ def begin(engine, ids, **settings):
         request.supplied = True
     engine.tracker.add(requests)
     return [request.sequences[0] for request in requests]
+
+
+def supplied(count=5, **config):
+    """The logits that so many wait with in an engine of their own."""
+    with Engine(tiny(), config=replace(CONFIG, **config)) as engine:
+        return supply(engine, begin(engine, prompts(count)))
 
 
 def supply(engine, sequences, disturb=lambda step: None):
@@ -56,21 +59,23 @@ def same(some, others):
 
 
 def test_beside_others_that_wait_for_nobody():
-    """Whose tokens come meanwhile, in the same passes; the logits keep their bits."""
-    other = prompts(6)[5]
+    """Whose tokens come meanwhile, in the same passes; the logits keep their bits. Also of rows
+    that are preempted while they wait."""
+    other, done = prompts(6)[5], {}
     with Engine(tiny(), config=CONFIG) as engine:
         (alone,) = engine.generate([other], params(new=30))
-        expected = supply(engine, begin(engine, prompts(5)))
         number = engine.add_request(other, params(new=30))
-        done = {}
 
-        def steps(_):
+        def disturbs(step):
             done.update({output.request_id: output for output in engine.step()})
+            if step % 3 == 1:
+                engine.admission.preempt_all()
 
-        found = supply(engine, begin(engine, prompts(5)), steps)
+        found = supply(engine, begin(engine, prompts(5)), disturbs)
+        assert engine.stats().preemptions >= 5
         while engine.has_unfinished():
-            steps(0)
-    assert same(found, expected)
+            disturbs(0)
+    assert same(found, supplied())
     assert done[number].completions[0].token_ids == alone.completions[0].token_ids
 
 
@@ -85,39 +90,6 @@ def test_control_plain_rows_beside_others():
                 engine.abort(number)
             engine.step()
     assert not same(*found)
-
-
-def test_rows_that_are_preempted_while_they_wait_keep_their_logits():
-    with Engine(tiny(), config=CONFIG) as engine:
-        expected = supply(engine, begin(engine, prompts(5)))
-
-        def preempts(step):
-            if step % 3 == 1:
-                engine.admission.preempt_all()
-
-        found = supply(engine, begin(engine, prompts(5)), preempts)
-        assert engine.stats().preemptions >= 5
-    assert same(found, expected)
-
-
-@pytest.mark.parametrize("limits", [{"max_sequences": 2}, {"num_pages": 13}])
-def test_more_of_them_than_fit_come_to_an_end(limits):
-    """Who waits gives up its pages for another that has no logits yet."""
-    with Engine(tiny(), config=CONFIG) as engine:
-        expected = supply(engine, begin(engine, prompts(5)))
-    found = []
-
-    def tight():
-        with Engine(tiny(), config=replace(CONFIG, **limits)) as engine:
-            found.extend(supply(engine, begin(engine, prompts(5))))
-
-    thread = Thread(target=tight, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert len(found) == NEW and all(
-        torch.equal(one.argmax(-1), other.argmax(-1))
-        for one, other in zip(found, expected, strict=True)
-    )
 
 
 def test_a_pass_that_fails_costs_one_request_and_nobody_waits_for_ever():

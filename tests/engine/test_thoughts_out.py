@@ -48,21 +48,18 @@ def test_texts_and_json(engine):
 
 
 def test_streamed_as_they_are_committed(engine):
-    outputs = engine.generate(PROMPTS, params(num_return_sequences=2))
+    wanted = params(num_return_sequences=2)
+    outputs = engine.generate(PROMPTS, wanted)
     engine.release()  # nothing is known from before
-    found = {n: [] for n in range(len(PROMPTS))}
-    before_tokens = 0
-    with engine.stream(PROMPTS, params(num_return_sequences=2)) as events:
-        ids = [request.request_id for request in events.requests]
-        for event in events:
-            place = ids.index(event.request_id)
-            if event.thoughts:
-                assert event.index == 0
-                found[place].append(event.thoughts)
-                before_tokens += not event.token_ids
-    for place, output in enumerate(outputs):
-        assert [t for thoughts in found[place] for t in thoughts] == output.thoughts
-    assert len(found[3]) > 1 and before_tokens > 1
+    with engine.stream(PROMPTS, wanted) as events:
+        found = {request.request_id: [] for request in events.requests}
+        told = [event for event in events if event.thoughts]
+    for event in told:
+        assert event.index == 0
+        found[event.request_id].append(event.thoughts)
+    joined = [[t for thoughts in found[name] for t in thoughts] for name in found]
+    assert joined == [output.thoughts for output in outputs]
+    assert len([*found.values()][3]) > 1 and sum(not event.token_ids for event in told) > 1
 
 
 def test_scores_read_with_thoughts(engine):

@@ -1,5 +1,6 @@
 """One engine, many threads: requests of all share passes, and nobody's trouble is another's."""
 
+import asyncio
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,6 @@ import torch
 
 from tests.support import signals
 from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one, run, text, whole
-from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, SamplingParams
@@ -88,24 +88,6 @@ def test_control_plain_requests_depend_on_each_other(engine):
     assert found != alone
 
 
-def test_one_thread_steps_for_others_that_add(engine, expected):
-    """And all are taken by whoever steps."""
-    added, done, ended = {}, {}, Event()
-
-    def step():
-        while not (ended.is_set() and not engine.has_unfinished()):
-            done.update({output.request_id: output for output in engine.step()})
-
-    stepping = Thread(target=step)
-    stepping.start()
-    try:
-        together(lambda n: added.update({n: [engine.add_request(*r) for r in REQUESTS[n]]}))
-    finally:
-        ended.set()
-        stepping.join(PATIENCE)
-    assert [[bits(done[rid]) for rid in added[n]] for n in range(THREADS)] == expected
-
-
 def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):
     """By ``abort``, by a stream that is closed, and by one that is dropped."""
 
@@ -174,12 +156,15 @@ def test_ctrl_c_ends_the_main_threads_requests_alone(engine, expected, leads, si
 def test_a_forked_process_is_told(engine):
     """At once, whatever the parent's threads hold."""
     engine.generate([[1, 2]], greedy(2))
+    served = AsyncEngine(engine)
     calls = (
         lambda: engine.generate([[1, 2]]),
         lambda: next(engine.stream([[1, 2]])),
         lambda: engine.add_request([1, 2]),
         engine.step,
         engine.close,
+        lambda: asyncio.run(served.generate([[1, 2]])),
+        lambda: asyncio.run(served.abort("request-0")),
     )
     with engine.lock("test"):
         assert signals.told_in_a_fork(*calls) == len(calls)
@@ -217,6 +202,7 @@ def test_a_spawned_process_is_told(engine, copied):
 
 
 def test_closing_ends_the_calls_of_others():
+    """And all later calls say so."""
     engine, begun = engine_of(tiny(), **SETTINGS), Event()
 
     def slow(ids, scores):
@@ -230,8 +216,9 @@ def test_closing_ends_the_calls_of_others():
         engine.close()
         (completion,) = future.result(PATIENCE)[0].completions
     assert completion.finish_reason == "abort" and "closed" in completion.error
-    with pytest.raises(ValueError, match="engine='closed'"):
-        engine.add_request([1, 2])
+    for call in (*(CALLS[name] for name in CALLS if name != "close"), lambda e: e.reserve(1)):
+        with pytest.raises(ValueError, match="engine='closed'"):
+            call(engine)
 
 
 def test_a_stream_that_is_dropped_in_a_step(engine):

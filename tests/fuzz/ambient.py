@@ -12,6 +12,7 @@ import platform
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -28,25 +29,8 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 Setting = tuple[Callable[[Any], Any], Callable[[], Any], tuple[Any, ...]]
 
 
-@contextmanager
-def default_dtype(rng: random.Random) -> Iterator[None]:
-    """Another dtype for tensors that are made without one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(rng.choice((torch.float64, torch.bfloat16, torch.float16)))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def default_device() -> torch.device:
-    """Tensors made without a device have no data."""
-    return torch.device("meta")
-
-
-def autocast(rng: random.Random) -> torch.autocast:
-    """Linears in another dtype."""
-    return torch.autocast("cpu", dtype=rng.choice((torch.bfloat16, torch.float16)))
+HALVES = (torch.bfloat16, torch.float16)
+DTYPE: Setting = (torch.set_default_dtype, torch.get_default_dtype, (torch.float64, *HALVES))
 
 
 @contextmanager
@@ -147,18 +131,14 @@ class OtherOperators(TorchDispatchMode):
         return _nudged(result) if product else result
 
 
-@contextmanager
-def hook_of_all_modules() -> Iterator[None]:
-    """A forward hook of every module of the process that gives linears other results."""
+def hook_all_modules() -> Callable[[], None]:
+    """A forward hook of every module of the process that gives linears other results; how it is
+    removed."""
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
         return _nudged(output) if hasattr(module, "in_features") else None
 
-    handle = register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_module_forward_hook(hook).remove
 
 
 def state() -> dict[str, object]:
@@ -181,31 +161,25 @@ def state() -> dict[str, object]:
     }
 
 
-@contextmanager
-def _thread(work: Callable[[], object]) -> Iterator[None]:
-    """``work`` over and over in another thread; its error, if any, is raised at the end."""
-    ended = threading.Event()
-    errors: list[BaseException] = []
+def _thread(work: Callable[[], object]) -> Callable[[], None]:
+    """``work`` over and over in another thread; how it is ended, where its error is raised."""
+    ended, pool = threading.Event(), ThreadPoolExecutor(1)
 
     def run() -> None:
-        try:
-            while not ended.is_set():
-                work()
-        except BaseException as error:
-            errors.append(error)
+        while not ended.is_set():
+            work()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
+    future = pool.submit(run)
+
+    def end() -> None:
         ended.set()
-        thread.join()
-        if errors:
-            raise errors[0]
+        pool.shutdown()
+        future.result()
+
+    return end
 
 
-def busy_thread() -> Any:
+def busy_thread() -> Callable[[], None]:
     """Matrix products in another thread."""
     a = torch.randn(160, 160)
     return _thread(lambda: a @ a)
@@ -217,39 +191,29 @@ def _other() -> Engine:
     return Engine(tiny("gpt2"), config=config)
 
 
-def engine_in_a_thread() -> Any:
+def engine_in_a_thread() -> Callable[[], None]:
     """Plain requests of another engine in another thread."""
     engine, params = _other(), SamplingParams(max_new_tokens=3)
     return _thread(lambda: engine.generate([[1, 2, 3]], params))
 
 
-@contextmanager
-def allocations(rng: random.Random) -> Iterator[None]:
-    """Memory of many sizes, half of it given back."""
+def allocate(rng: random.Random) -> Callable[[], None]:
+    """Memory of many sizes, half of it given back; how the rest is."""
     kept = [torch.empty(rng.randrange(1, 1 << 14)) for _ in range(400)]
     del kept[::2]
-    yield
-    kept.clear()
+    return kept.clear
 
 
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
+def poison_memory() -> Callable[[], None]:
     """NaN in the memory that is given out next."""
-    sizes = [16 << n for n in range(13)] * 8
-    made = [torch.full((size,), torch.nan) for size in sizes]
+    made = [torch.full((16 << n,), torch.nan) for n in range(13) for _ in range(8)]
     made.clear()
-    yield
+    return made.clear
 
 
-@contextmanager
-def one_core() -> Iterator[None]:
-    """All threads on one core."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+# All threads on one core.
+CORES: Setting = (
+    lambda cores: os.sched_setaffinity(0, cores),
+    lambda: os.sched_getaffinity(0),
+    ({min(os.sched_getaffinity(0))},),
+)

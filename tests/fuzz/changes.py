@@ -35,8 +35,11 @@ def _choose(scene: Scene, names: list[str]) -> tuple[Any, str]:
     return _place(scene.model, scene.rng.choice(names))
 
 
-def _parameters(scene: Scene) -> list[str]:
-    return [name for name, p in scene.pristine.named_parameters() if p.numel() > 1]
+def _parameter(scene: Scene) -> tuple[Any, str, nn.Parameter]:
+    """Any parameter, its module and its name there."""
+    names = [name for name, p in scene.pristine.named_parameters() if p.numel() > 1]
+    module, name = _choose(scene, names)
+    return module, name, getattr(module, name)
 
 
 def _matrices(scene: Scene) -> list[str]:
@@ -50,8 +53,7 @@ def _scaled(x: Tensor) -> Tensor:
 
 def write_parameter(scene: Scene) -> None:
     """Write a parameter in place, as an optimizer does."""
-    module, name = _choose(scene, _parameters(scene))
-    parameter = getattr(module, name)
+    *_, parameter = _parameter(scene)
     with torch.no_grad():
         parameter.copy_(_scaled(parameter))
 
@@ -64,22 +66,19 @@ def write_inference(scene: Scene) -> None:
 
 def replace_parameter(scene: Scene) -> None:
     """Put another parameter in the place of one."""
-    module, name = _choose(scene, _parameters(scene))
-    value = _scaled(getattr(module, name).detach())
-    setattr(module, name, nn.Parameter(value, requires_grad=False))
+    module, name, parameter = _parameter(scene)
+    setattr(module, name, nn.Parameter(_scaled(parameter.detach()), requires_grad=False))
 
 
 def replace_data(scene: Scene) -> None:
     """Let a parameter hold other memory."""
-    module, name = _choose(scene, _parameters(scene))
-    parameter = getattr(module, name)
+    *_, parameter = _parameter(scene)
     parameter.data = _scaled(parameter.detach())
 
 
 def write_data(scene: Scene) -> None:
     """Write through ``.data``, of which torch keeps no record."""
-    module, name = _choose(scene, _parameters(scene))
-    parameter = getattr(module, name)
+    *_, parameter = _parameter(scene)
     parameter.data.copy_(_scaled(parameter.detach()))
 
 
@@ -98,26 +97,22 @@ def load_own_weights(scene: Scene) -> None:
     scene.model.load_state_dict(_state(scene))
 
 
-def _wide(model: nn.Module) -> list[Tensor]:
+def wide(model: nn.Module) -> list[Tensor]:
     """Matrices outside attention; with those inside wiped out a model would not be served."""
     named = model.named_parameters()
     return [p for name, p in named if p.dim() == 2 and any(word in name for word in WIDE)]
 
 
-def has_wide(model: nn.Module) -> bool:
-    return bool(_wide(model))
-
-
 def zeros(model: nn.Module) -> None:
     """Matrices of zeros: linears give the same whatever the order of their sums."""
     with torch.no_grad():
-        for parameter in _wide(model):
+        for parameter in wide(model):
             parameter.zero_()
 
 
 def identities(model: nn.Module) -> None:
     """Matrices of the identity: sums of one product."""
-    for parameter in _wide(model):
+    for parameter in wide(model):
         nn.init.eye_(parameter)
 
 
@@ -138,24 +133,20 @@ def transpose_memory(scene: Scene) -> None:
             parameter.data = parameter.detach().T.contiguous().T
 
 
-def _buffers(model: nn.Module) -> list[str]:
+def buffers(model: nn.Module) -> list[str]:
     return [n for n, b in model.named_buffers() if b.is_floating_point() and b.numel()]
-
-
-def has_buffers(model: nn.Module) -> bool:
-    return bool(_buffers(model))
 
 
 def write_buffer(scene: Scene) -> None:
     """Write a buffer in place."""
-    module, name = _choose(scene, _buffers(scene.pristine))
+    module, name = _choose(scene, buffers(scene.pristine))
     with torch.no_grad():
         getattr(module, name).mul_(0.75)
 
 
 def replace_buffer(scene: Scene) -> None:
     """Put another tensor in the place of a buffer."""
-    module, name = _choose(scene, _buffers(scene.pristine))
+    module, name = _choose(scene, buffers(scene.pristine))
     setattr(module, name, getattr(module, name).detach() * 0.75)
 
 
@@ -168,7 +159,7 @@ def _attributes(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _epsilons(model: nn.Module) -> list[str]:
+def epsilons(model: nn.Module) -> list[str]:
     return [n for n in _attributes(model, _EPSILONS) if isinstance(_value(model, n), float)]
 
 
@@ -177,13 +168,9 @@ def _value(model: nn.Module, name: str) -> Any:
     return getattr(module, own)
 
 
-def has_epsilons(model: nn.Module) -> bool:
-    return bool(_epsilons(model))
-
-
 def epsilon(scene: Scene) -> None:
     """Give a norm another epsilon, large enough to be seen."""
-    module, name = _choose(scene, _epsilons(scene.pristine))
+    module, name = _choose(scene, epsilons(scene.pristine))
     setattr(module, name, 0.125)
 
 
@@ -191,7 +178,7 @@ def _read(name: str) -> bool:
     return not name.startswith("_") and not any(word in name for word in _IDLE)
 
 
-def _numbers(model: nn.Module) -> list[str]:
+def numbers(model: nn.Module) -> list[str]:
     return [
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -200,18 +187,14 @@ def _numbers(model: nn.Module) -> list[str]:
     ]
 
 
-def has_numbers(model: nn.Module) -> bool:
-    return bool(_numbers(model))
-
-
 def number(scene: Scene) -> None:
     """Give a module another number: a scale, a softcap."""
-    name = scene.rng.choice(_numbers(scene.pristine))
+    name = scene.rng.choice(numbers(scene.pristine))
     module, own = _place(scene.model, name)
     setattr(module, own, _value(scene.pristine, name) * 1.5)
 
 
-def _config_numbers(model: Any) -> list[str]:
+def config_numbers(model: Any) -> list[str]:
     config = model.config.get_text_config(decoder=True)
     return [
         key
@@ -221,24 +204,20 @@ def _config_numbers(model: Any) -> list[str]:
     ]
 
 
-def has_config_numbers(model: Any) -> bool:
-    return bool(_config_numbers(model))
-
-
 def config_number(scene: Scene) -> None:
     """Edit a number of the config: softcaps and scales are read from it in every forward."""
-    name = scene.rng.choice(_config_numbers(scene.pristine))
+    name = scene.rng.choice(config_numbers(scene.pristine))
     config = scene.model.config.get_text_config(decoder=True)
     setattr(config, name, getattr(config, name) * 1.5)
 
 
-def has_activations(model: nn.Module) -> bool:
-    return bool(_attributes(model, _ACTIVATIONS))
+def activations(model: nn.Module) -> list[str]:
+    return _attributes(model, _ACTIVATIONS)
 
 
 def activation(scene: Scene) -> None:
     """Give a layer another activation."""
-    module, name = _choose(scene, _attributes(scene.pristine, _ACTIVATIONS))
+    module, name = _choose(scene, activations(scene.pristine))
     setattr(module, name, nn.Softsign())
 
 
@@ -278,16 +257,8 @@ def autocast_layer(scene: Scene) -> None:
     _with_autocast(scene, module)
 
 
-def switch_adapter(scene: Scene) -> None:
-    scene.model.set_adapter("other")
-
-
 def disable_adapters(scene: Scene) -> None:
     scene.model.base_model.disable_adapter_layers()
-
-
-def merge_adapter(scene: Scene) -> None:
-    scene.model.merge_adapter()
 
 
 def scale_adapter(scene: Scene) -> None:

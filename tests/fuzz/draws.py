@@ -62,21 +62,6 @@ class RunDraw:
     leave: Point
     inside: bool
 
-    def __str__(self) -> str:
-        model = self.model
-        sizes = " ".join(f"{name}={value}" for name, value in model.sizes)
-        what = f"{model.kind} {model.dtype} weights {model.seed} {model.flavour} {sizes}".split()
-        when = ""
-        if self.influence is not None:
-            inside = " in a function of the user" if self.inside else ""
-            when = f"; {self.influence.name} from {self.enter} to {self.leave}{inside}"
-        return (
-            f"{' '.join(what)}; {len(self.needles)} deterministic requests among "
-            f"{len(self.others)}; linear {self.linear}; "
-            f"threads {self.threads}; {self.settings}; drafter {self.drafter}; "
-            f"{'steps' if self.stepping else 'generate'}{when}"
-        )
-
 
 def rng_of(*words: object) -> random.Random:
     """A generator for a part of a run."""

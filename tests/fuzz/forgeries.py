@@ -47,6 +47,15 @@ def _as_bool(value: int, rng: random.Random) -> bool:
     return bool(value)
 
 
+# Values of another type in JSON.
+OTHER_TYPES: dict[str, Change] = {
+    "text": lambda v, rng: rng.choice((str(v), json.dumps(v), "", "Once")),
+    "list": lambda v, _: [v],
+    "no list": lambda v, _: [],
+    "null": lambda v, _: None,
+    "number": lambda v, _: -1.0,
+    "bool": lambda v, _: False,
+}
 # Changes of a value, by its type in JSON.
 CHANGES: dict[type, dict[str, Change]] = {
     int: {
@@ -56,10 +65,7 @@ CHANGES: dict[type, dict[str, Change]] = {
         "huge": lambda v, _: v + 10**30,
         "beyond the vocabulary": lambda v, _: v + 10**4,
         "float": lambda v, _: float(v),
-        "bool": _as_bool,
-        "text": lambda v, _: str(v),
-        "list": lambda v, _: [v],
-        "null": lambda v, _: None,
+        "same bool": _as_bool,
     },
     float: {
         "one ulp": lambda v, rng: math.nextafter(v, rng.choice((-math.inf, math.inf))),
@@ -69,19 +75,13 @@ CHANGES: dict[type, dict[str, Change]] = {
         "inf": lambda v, rng: rng.choice((-math.inf, math.inf)),
         "rounded": lambda v, _: round(v, 4),
         "int": lambda v, _: int(v),
-        "text": lambda v, _: repr(v),
-        "null": lambda v, _: None,
     },
     str: {
         "shorter": lambda v, _: v[:-1],
         "longer": lambda v, rng: v + rng.choice(" .a\x00\N{COMBINING ACUTE ACCENT}"),
         "other case": lambda v, _: v.swapcase(),
         "stripped": lambda v, _: v.strip(),
-        "empty": lambda v, _: "",
         "other": lambda v, rng: rng.choice(("stop", "length", "abort", "eos", "Length")),
-        "number": lambda v, _: len(v),
-        "list": lambda v, _: [v],
-        "null": lambda v, _: None,
     },
     list: {
         "last left out": lambda v, _: v[:-1],
@@ -90,18 +90,10 @@ CHANGES: dict[type, dict[str, Change]] = {
         "one put in": lambda v, rng: [*v[: (n := rng.randrange(len(v)))], v[n], *v[n:]],
         "reversed": lambda v, _: v[::-1],
         "two exchanged": _swap,
-        "empty": lambda v, _: [],
-        "text": lambda v, _: json.dumps(v),
         "object": lambda v, _: dict(enumerate(v)),
-        "null": lambda v, _: None,
     },
-    type(None): {
-        "number": lambda v, _: -1.0,
-        "text": lambda v, rng: rng.choice(("", "failed", "Once")),
-        "list": lambda v, _: [],
-        "long list": lambda v, _: [-1.0] * 8,
-        "bool": lambda v, _: False,
-    },
+    bool: {"negated": lambda v, _: not v},
+    type(None): {"long list": lambda v, _: [-1.0] * 8},
 }
 
 
@@ -167,8 +159,8 @@ def _change_value(data: Data, field: str, rng: random.Random) -> str:
     value = holder[key]
     if isinstance(value, list) and not value:
         raise DoesNotFitError
-    how = rng.choice(list(CHANGES[type(value)]))
-    holder[key] = CHANGES[type(value)][how](value, rng)
+    how, change = rng.choice([*(CHANGES[type(value)] | OTHER_TYPES).items()])
+    holder[key] = change(value, rng)
     return f"{field}: {what} {how}"
 
 
@@ -207,8 +199,8 @@ def _change_parts(data: Data, rng: random.Random) -> str:
     how = rng.choice(("value", "left out", "renamed", "null", "all left out"))
     if how == "value":
         value = parts[name]
-        change = rng.choice(list(CHANGES[type(value)]))
-        parts[name] = CHANGES[type(value)][change](value, rng)
+        change = rng.choice([*(CHANGES[type(value)] | OTHER_TYPES).values()])
+        parts[name] = change(value, rng)
     elif how == "all left out":
         data["fingerprint_parts"] = None
     else:

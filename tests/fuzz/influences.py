@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tests.fuzz import ambient, changes
 from tests.fuzz.models import ModelDraw, pristine
 
@@ -64,9 +66,7 @@ class Influence:
     weight: float = 1.0
 
 
-def context(
-    name: str, make: Callable[[Scene], AbstractContextManager[Any]], **more: Any
-) -> Influence:
+def context(name: str, make: Callable[[Scene], AbstractContextManager[Any]]) -> Influence:
     """An influence that lasts while a context manager is entered."""
 
     def begin(scene: Scene) -> Undo:
@@ -74,7 +74,7 @@ def context(
         manager.__enter__()
         return lambda: manager.__exit__(None, None, None)
 
-    return Influence(name, begin, **more)
+    return Influence(name, begin)
 
 
 def setting(name: str, put: Callable[[Any], Any], get: Undo, values: Any, **more: Any) -> Influence:
@@ -88,7 +88,7 @@ def setting(name: str, put: Callable[[Any], Any], get: Undo, values: Any, **more
     return Influence(name, begin, **{"where": EVEN_INSIDE, **more})
 
 
-def change(name: str, act: Callable[[Scene], None], **more: Any) -> Influence:
+def change(name: str, act: Callable[[Scene], object], **more: Any) -> Influence:
     """A change of the model that lasts."""
 
     def begin(scene: Scene) -> None:
@@ -101,10 +101,6 @@ def _nothing(scene: Scene) -> None:
     """The model alone is the influence."""
 
 
-def _dtype(scene: Scene) -> AbstractContextManager[Any]:
-    return ambient.default_dtype(scene.rng)
-
-
 def _told(scene: Scene) -> None:
     changes.write_data(scene)
     if scene.engine is not None:
@@ -112,9 +108,9 @@ def _told(scene: Scene) -> None:
 
 
 TORCH = (
-    context("default dtype", _dtype),
-    context("default device", lambda scene: ambient.default_device()),
-    context("autocast", lambda scene: ambient.autocast(scene.rng)),
+    setting("default dtype", *ambient.DTYPE, where=ANYWHERE),
+    context("default device", lambda scene: torch.device("meta")),  # tensors have no data
+    context("autocast", lambda scene: torch.autocast("cpu", scene.rng.choice(ambient.HALVES))),
     setting("flush denormal", *ambient.FLUSH, flavour="denormal"),
     setting("matmul precision", *ambient.MATMUL_PRECISION),
     setting("mkldnn off", *ambient.MKLDNN),
@@ -127,7 +123,7 @@ TORCH = (
     context("function mode", lambda scene: ambient.OtherFunctions()),
     context("dispatch mode", lambda scene: ambient.OtherOperators()),
     context("grad mode", lambda scene: ambient.grad_mode(scene.rng)),
-    context("hook of all modules", lambda scene: ambient.hook_of_all_modules()),
+    Influence("hook of all modules", lambda scene: ambient.hook_all_modules()),
 )
 MODEL = (
     change("parameter written", changes.write_parameter),
@@ -143,7 +139,7 @@ MODEL = (
             where=(CALLS,),
             prepare=prepare,
             also=("one row",),
-            applies=changes.has_wide,
+            applies=changes.wide,
         )
         for prepare in (changes.zeros, changes.identities)
     ),
@@ -154,27 +150,27 @@ MODEL = (
             ("transposed in memory", changes.transpose_memory),
         )
     ),
-    change("buffer written", changes.write_buffer, applies=changes.has_buffers),
-    change("buffer replaced", changes.replace_buffer, applies=changes.has_buffers),
-    change("epsilon", changes.epsilon, applies=changes.has_epsilons),
-    change("number of a module", changes.number, applies=changes.has_numbers),
-    change("number of the config", changes.config_number, applies=changes.has_config_numbers),
-    change("activation replaced", changes.activation, applies=changes.has_activations),
+    change("buffer written", changes.write_buffer, applies=changes.buffers),
+    change("buffer replaced", changes.replace_buffer, applies=changes.buffers),
+    change("epsilon", changes.epsilon, applies=changes.epsilons),
+    change("number of a module", changes.number, applies=changes.numbers),
+    change("number of the config", changes.config_number, applies=changes.config_numbers),
+    change("activation replaced", changes.activation, applies=changes.activations),
     change("module replaced", changes.replace_module),
     change("training mode", lambda scene: scene.model.train()),
     change("forward with autocast", changes.autocast_forward, where=(BUILD, PROOF, CALLS)),
     change("layer with autocast", changes.autocast_layer, where=(BUILD, PROOF, CALLS)),
-    change("adapter switched", changes.switch_adapter, only="lora"),
+    change("adapter switched", lambda scene: scene.model.set_adapter("other"), only="lora"),
     change("adapters disabled", changes.disable_adapters, only="lora"),
-    change("adapter merged", changes.merge_adapter, only="lora"),
+    change("adapter merged", lambda scene: scene.model.merge_adapter(), only="lora"),
     change("adapter scaled", changes.scale_adapter, only="lora"),
 )
 PROCESS = (
-    context("busy thread", lambda scene: ambient.busy_thread()),
-    context("engine in another thread", lambda scene: ambient.engine_in_a_thread()),
-    context("earlier allocations", lambda scene: ambient.allocations(scene.rng)),
-    context("memory full of NaN", lambda scene: ambient.poisoned_memory()),
-    context("one core", lambda scene: ambient.one_core()),
+    Influence("busy thread", lambda scene: ambient.busy_thread()),
+    Influence("engine in another thread", lambda scene: ambient.engine_in_a_thread()),
+    Influence("earlier allocations", lambda scene: ambient.allocate(scene.rng)),
+    Influence("memory full of NaN", lambda scene: ambient.poison_memory()),
+    setting("one core", *ambient.CORES, where=ANYWHERE),
 )
 MODELS = (
     Influence("NaN out of sight", _nothing, only="windowed", flavour="poisoned", weight=4),

@@ -12,9 +12,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,15 +22,8 @@ from tests.fuzz import ambient
 from tests.fuzz.draws import LENGTH, Asked, Point, RunDraw, drafter_of, rng_of
 from tests.fuzz.influences import Influence, Scene, Undo, begin
 from tests.fuzz.models import fresh
-from tinyspec import (
-    DeterminismError,
-    Engine,
-    EngineConfig,
-    RequestOutput,
-    SamplingParams,
-    UnsupportedModelError,
-)
-from tinyspec.errors import UnsupportedEnvironmentError
+from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
+from tinyspec.errors import DeterminismError, UnsupportedEnvironmentError, UnsupportedModelError
 from tinyspec.outputs import Completion
 from tinyspec.runner.sampler import NOT_FINITE
 
@@ -39,12 +31,11 @@ from tinyspec.runner.sampler import NOT_FINITE
 FAILURES = ("the pass raised", "logits processor", "a stopping criterion", "the drafter raised")
 
 
-@dataclass(frozen=True)
-class Witness:
+class Witness(NamedTuple):
     """One completion: every bit as text, token by token. whole: not aborted from outside."""
 
     where: str
-    tokens: tuple[str, ...]
+    tokens: list[str]
     end: str
     whole: bool
 
@@ -62,15 +53,10 @@ def noticed(output: RequestOutput) -> bool:
 
 
 def _witness(completion: Completion, where: str) -> Witness:
-    tokens = []
-    for place, token in enumerate(completion.token_ids):
-        told = [repr(token)]
-        for values in (completion.logprobs, completion.top_logprobs):
-            told.append(repr(values[place]) if values is not None else "")
-        tokens.append(" ".join(told))
+    columns = [completion.token_ids, completion.logprobs, completion.top_logprobs]
+    tokens = [" ".join(map(repr, row)) for row in zip(*(c for c in columns if c), strict=True)]
     whole = completion.finish_reason != "abort" or completion.error == NOT_FINITE
-    end = f"{completion.finish_reason} {completion.error}"
-    return Witness(where, tuple(tokens), end, whole)
+    return Witness(where, tokens, f"{completion.finish_reason} {completion.error}", whole)
 
 
 def _differ(a: Witness, b: Witness) -> str:
@@ -78,12 +64,10 @@ def _differ(a: Witness, b: Witness) -> str:
     for place, (mine, theirs) in enumerate(zip(a.tokens, b.tokens, strict=False)):
         if mine != theirs:
             return f"token {place}: {mine} {a.where}, {theirs} {b.where}"
-    for longer, shorter in ((a, b), (b, a)):
-        if shorter.whole and len(longer.tokens) > len(shorter.tokens):
-            return (
-                f"{shorter.end} after {len(shorter.tokens)} tokens {shorter.where}, more "
-                f"{longer.where}"
-            )
+    shorter, longer = sorted((a, b), key=lambda witness: len(witness.tokens))
+    if shorter.whole and len(longer.tokens) > len(shorter.tokens):
+        count = len(shorter.tokens)
+        return f"{shorter.end} after {count} tokens {shorter.where}, more {longer.where}"
     if a.whole and b.whole and a.end != b.end:
         return f"{a.end} {a.where}, {b.end} {b.where}"
     return ""
@@ -118,8 +102,8 @@ class Ledger:
             return ""
         if _prompts_differ(known[1], prompt):
             return f"log-probabilities of the prompt of request {number} {where}"
-        for index, (first, later) in enumerate(zip(known[0], witnesses, strict=True)):
-            if found := _differ(first, later):
+        for index, pair in enumerate(zip(known[0], witnesses, strict=True)):
+            if found := _differ(*pair):
                 return f"request {number}, completion {index}, {found}"
         return ""
 

@@ -11,17 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.fuzz.forgeries import (
-    DIFFERS,
-    KINDS,
-    NOT_COMPARABLE,
-    PARTIAL,
-    PARTS,
-    SAME,
-    DoesNotFitError,
-    forge,
-    judge,
-)
+from tests.fuzz import forgeries
+from tests.fuzz.forgeries import DIFFERS, KINDS, NOT_COMPARABLE, PARTIAL, PARTS, SAME
 from tests.support.cases import REFERENCE, greedy, model_of, run, text
 from tests.support.mixes import crowd
 from tinyspec import Engine, EngineConfig, audit
@@ -78,7 +69,7 @@ class Bench:
         for _ in range(0, count, BATCH):
             honest = rng.choice(self.outputs)
             batch = [self.forged(rng, kinds) for _ in range(BATCH)]
-            expected = [judge(self.judges, forged, self.known) for _, forged in batch]
+            expected = [forgeries.judge(self.judges, forged, self.known) for _, forged in batch]
             verdicts = self.verdicts(honest, [forged for _, forged in batch])
             for (name, forged), deserved, verdict in zip(batch, expected, verdicts, strict=True):
                 if tally is not None:
@@ -93,10 +84,10 @@ class Bench:
         """A name and an output, of any that can be forged so; with all kinds some are forged twice.
         What JSON does not have comes last."""
         while True:
-            with suppress(DoesNotFitError):
-                name, forged = forge(rng.choice(self.outputs), rng, self.tokenizer, kinds)
+            with suppress(forgeries.DoesNotFitError):
+                name, forged = forgeries.forge(rng.choice(self.outputs), rng, self.tokenizer, kinds)
                 if kinds is KINDS and not name.startswith("memory") and rng.random() < 0.25:
-                    again, forged = forge(forged, rng, self.tokenizer, kinds)
+                    again, forged = forgeries.forge(forged, rng, self.tokenizer, kinds)
                     name = f"{name} + {again}"
                 return name, forged
 
@@ -130,7 +121,7 @@ def benches():
         ([text(n, seed=n) for n in (9, 4, 17, 1, 6, 12, 8)], lambda: (model_of("as is"), None)),
         (stories, lambda: (AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer)),
     ):
-        config = {"reference_rows": REFERENCE}
+        config = {"reference_rows": REFERENCE, "max_rows": 64}
         audits = Engine(*make(), EngineConfig(page_size=8, draft_window=5, **config))
         judges = Engine(*make(), EngineConfig(prefix_cache=False, **config))
         requests = asked(prompts)

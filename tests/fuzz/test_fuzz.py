@@ -67,40 +67,31 @@ def output(completion=WHOLE, prompt_logprobs=None):
     return RequestOutput("r", [1, 2], SamplingParams(), [completion], "f", prompt_logprobs)
 
 
-def cut(completion, tokens, **changes):
-    """The first tokens of a completion."""
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:tokens],
-        logprobs=completion.logprobs[:tokens],
-        top_logprobs=completion.top_logprobs[:tokens],
-        **changes,
-    )
+def cut(count, **changes):
+    """The first tokens."""
+    columns = ("token_ids", "logprobs", "top_logprobs")
+    return {**{name: getattr(WHOLE, name)[:count] for name in columns}, **changes}
 
 
 OTHER = {
-    "a token": replace(WHOLE, token_ids=[7, 8, 10]),
-    "a log-probability": replace(WHOLE, logprobs=[-1.0, -0.0, -0.25000001]),
-    "the sign of a zero": replace(WHOLE, logprobs=[-1.0, 0.0, -0.25]),
-    "a top log-probability": replace(WHOLE, top_logprobs=[[(7, -1.0)], [(8, -0.5)], [(8, -0.25)]]),
-    "the end": replace(WHOLE, finish_reason="stop"),
-    "shorter": cut(WHOLE, 2, finish_reason="length"),
-    "not finite": cut(WHOLE, 2, finish_reason="abort", error=NOT_FINITE),
+    "a token": {"token_ids": [7, 8, 10]},
+    "a log-probability": {"logprobs": [-1.0, -0.0, -0.25000001]},
+    "the sign of a zero": {"logprobs": [-1.0, 0.0, -0.25]},
+    "a top log-probability": {"top_logprobs": [[(7, -1.0)], [(8, -0.5)], [(8, -0.25)]]},
+    "the end": {"finish_reason": "stop"},
+    "shorter": cut(2, finish_reason="length"),
+    "not finite": cut(2, finish_reason="abort", error=NOT_FINITE),
 }
-
-
-def ledger():
-    found = Ledger()
-    assert found.add(0, output(prompt_logprobs=[None, -1.0]), "alone") == ""
-    return found
 
 
 def test_what_is_a_finding():
     """Control: every bit that an output has."""
-    assert ledger().add(0, output(), "in a crowd") == ""
-    for name, other in OTHER.items():
-        assert ledger().add(0, output(other), "in a crowd"), name
-    assert ledger().add(0, output(prompt_logprobs=[None, -2.0]), "in a crowd")
+    found = Ledger()
+    assert found.add(0, output(prompt_logprobs=[None, -1.0]), "alone") == ""
+    assert found.add(0, output(), "in a crowd") == ""
+    for name, changes in OTHER.items():
+        assert found.add(0, output(replace(WHOLE, **changes)), "in a crowd"), name
+    assert found.add(0, output(prompt_logprobs=[None, -2.0]), "in a crowd")
 
 
 @pytest.mark.slow("fuzz controls", 30)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_overlap import REQUESTS as EVERY_KIND
 from tests.support.budget import first
 from tests.support.cases import bits_of, cost, greedy, run, text, whole
 from tests.support.graphs import StandIn, with_graphs
@@ -27,14 +28,7 @@ from tinyspec.runner.graphs import PassGraphs
 CONFIG = EngineConfig(
     reference_rows=8, page_size=8, max_rows=16, max_sequences=8, max_model_len=128, backend="triton"
 )
-REQUESTS = [
-    (text(20), greedy(24)),
-    ([*text(20)[:17], 5], greedy(12, temperature=0.9, seed=4, num_return_sequences=3)),
-    (text(33, seed=2), greedy(16, prompt_logprobs=True)),
-    (text(5, seed=3), greedy(9, repetition_penalty=1.3)),
-    (text(40, seed=4), greedy(20, temperature=1.1, seed=8, top_k=12)),
-    (text(9, seed=5), SamplingParams(max_new_tokens=25, logprobs=True)),
-]
+REQUESTS = [*EVERY_KIND[1:], (text(9, seed=5), SamplingParams(max_new_tokens=25, logprobs=True))]
 TWO = [(text(9), greedy(7)), (text(4, seed=1), greedy(9, temperature=0.9, seed=4))]
 LASTS = pytest.mark.slow("crosses", 2)
 LIBRARIES = model_state.LIBRARIES  # ``with_graphs`` adds the tests
@@ -64,13 +58,17 @@ def served(requests=REQUESTS, use=run, **settings):
         return found
 
 
-def test_same_bits_of_two(monkeypatch):
+def same_bits(monkeypatch, requests, **asked):
     log = with_graphs(monkeypatch)
-    expected = eager(TWO)
+    expected = eager(requests, **asked)
     assert log.captures == 0
-    assert served(TWO) == expected
+    assert served(requests, **asked) == expected
     assert 1 < log.captures < log.replays
     assert all(len(addresses) == 1 for addresses in log.results.values())
+
+
+def test_same_bits_of_two(monkeypatch):
+    same_bits(monkeypatch, TWO)
 
 
 def test_room_is_made(monkeypatch):
@@ -93,14 +91,8 @@ def test_room_is_made(monkeypatch):
 @pytest.mark.parametrize("pages", [{}, {"num_pages": 24}], ids=["ample", "tight"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlap"])
 def test_same_bits(verify, pages, overlap, late_device, monkeypatch):
-    log = with_graphs(monkeypatch)
     requests = [*REQUESTS, *crowd(random.Random(3), 4)]
-    asked = {"verify": verify, "overlap": overlap, **pages}
-    expected = eager(requests, **asked)
-    assert log.captures == 0
-    assert served(requests, **asked) == expected
-    assert 1 < log.captures < log.replays
-    assert all(len(addresses) == 1 for addresses in log.results.values())
+    same_bits(monkeypatch, requests, verify=verify, overlap=overlap, **pages)
 
 
 SECTIONS = ("tokens", "positions", "slots", "lengths")
@@ -128,42 +120,17 @@ def test_control_stale_inputs(section, monkeypatch):
         assert served(TWO, use=noted) == expected
 
 
-def leave(engine, how):
-    """What swaps memory or modules under graphs, and brings the engine back."""
-    if how == "release":
-        engine.release()
-    elif how == "weights":
-        with torch.no_grad():
-            next(engine.model.parameters()).mul_(1)
-        engine.check_model()
-    else:
-        modes = engine.contract.modes
-        modes.tile(("lm_head",))
-        modes.tile(())
-
-
 @LASTS
-@pytest.mark.parametrize("how", ["release", "weights", "ways"])
-def test_dropped(how, monkeypatch):
-    log = with_graphs(monkeypatch)
-    expected = eager(TWO)
+@pytest.mark.parametrize("blind", [False, True])
+def test_never_at_stale_addresses(blind, monkeypatch):
+    """Memory is swapped behind the engine's back. Control: without addresses graphs would go on."""
+    log, whole_run, known = with_graphs(monkeypatch), PassGraphs.run, []
 
-    def use(engine, requests):
-        assert bits_of(run(engine, requests)) == expected and len(engine.runner.graphs) > 0
-        leave(engine, how)
-        assert len(engine.runner.graphs) == 0
-        captures = log.captures
-        found = run(engine, requests)
-        assert log.captures > captures
-        return found
+    def without(self, shape, canonical, addresses, forward):
+        return whole_run(self, shape, canonical, (), forward)
 
-    assert served(TWO, use=use, prefix_cache=False) == expected
-
-
-def replayed_after_a_swap(log):
-    """Numbers of the graphs that are replayed before and after memory is swapped behind the
-    engine's back."""
-    known = []
+    if blind:
+        monkeypatch.setattr(PassGraphs, "run", without)
 
     def use(engine, requests):
         expected = bits_of(run(engine, requests))
@@ -176,24 +143,7 @@ def replayed_after_a_swap(log):
         return run(engine, requests)
 
     served(TWO, use=use)
-    return known[0] & known[1]
-
-
-@LASTS
-def test_never_at_stale_addresses(monkeypatch):
-    assert not replayed_after_a_swap(with_graphs(monkeypatch))
-
-
-@LASTS
-def test_control_stale_addresses(monkeypatch):
-    """Without addresses graphs would go on."""
-    log, whole_run = with_graphs(monkeypatch), PassGraphs.run
-
-    def blind(self, shape, canonical, addresses, forward):
-        return whole_run(self, shape, canonical, (), forward)
-
-    monkeypatch.setattr(PassGraphs, "run", blind)
-    assert replayed_after_a_swap(log)
+    assert bool(known[0] & known[1]) == blind
 
 
 @LASTS

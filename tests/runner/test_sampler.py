@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,86 +21,70 @@ from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.twins.sample import gumbel, sample, softmax
+from tinyspec.kernels.twins.sample import sample, softmax
 from tinyspec.runner import processors
 from tinyspec.runner.processors import SpecialRow, keep_top_k
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampler, SpecialResult
 from tinyspec.scheduler.request import noise_key
 
 
-@dataclass
-class SampleRow:
+class Row(NamedTuple):
     """One token to be sampled; fields as in ``SampleBatch`` and ``SpecialRow``."""
 
     logits_row: int
     params: SamplingParams
-    key: int
-    position: int
-    num_generated: int
-    history: list[int]
+    key: int = 0
+    position: int = 0
+    num_generated: int = 0
+    history: list[int] = ()
 
 
-@dataclass
-class SampledToken:
-    token: int
-    logprob: float = 0.0
-    top: list = field(default_factory=list)
-    error: str | None = None
-    cause: Exception | None = None
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def batch_of(rows: list[SampleRow]) -> SampleBatch:
-    """The same rows as arrays, all of them special."""
+def sample_rows(sampler, logits, rows):
+    """(token, log-probability if it is asked for, top ones, error) of each, all of them special."""
     params = [row.params for row in rows]
-
-    def integers(name):
-        return np.array([getattr(row, name) for row in rows], np.int64)
-
-    def filters(name, off):
-        values = [getattr(p, name) if p.filtered else off for p in params]
-        return np.array([off if value is None else value for value in values])
-
-    return SampleBatch(
-        integers("logits_row"),
-        integers("key"),
-        integers("position"),
-        np.array([p.temperature for p in params], np.float64),
-        filters("top_k", 0),
-        filters("top_p", 1.0),
-        filters("min_p", 0.0),
-        any(p.logprobs or p.top_logprobs for p in params),
-        {n: SpecialRow(r.params, r.num_generated, r.history) for n, r in enumerate(rows)},
+    columns = {
+        name: np.array([(p.filtered and getattr(p, name)) or off for p in params])
+        for name, off in OFF.items()
+    }
+    numbers = ("logits_row", "key", "position")
+    columns |= {name: np.array([getattr(row, name) for row in rows]) for name in numbers}
+    batch = SampleBatch(
+        temperature=np.array([p.temperature for p in params], np.float64),
+        logprobs=any(p.logprobs or p.top_logprobs for p in params),
+        special={n: SpecialRow(r.params, r.num_generated, r.history) for n, r in enumerate(rows)},
+        **columns,
     )
-
-
-def sample_rows(sampler, logits, rows: list[SampleRow]) -> list[SampledToken]:
-    """One result a row."""
-    sampling = sampler.sample(logits, batch_of(rows))
+    sampling = sampler.sample(logits, batch)
     logprobs = None if sampling.logprobs is None else sampling.logprobs.cpu().numpy()
-    found = sampling.on_host(sampling.tokens.cpu().numpy(), logprobs)
-    results = []
-    for n, token in enumerate(found.tokens.tolist()):
+    found, results = sampling.on_host(sampling.tokens.cpu().numpy(), logprobs), []
+    for n, (token, own) in enumerate(zip(found.tokens.tolist(), params, strict=True)):
         special = found.special.get(n, SpecialResult(error=NOT_FINITE))
         if token < 0:
-            results.append(SampledToken(-1, error=special.error, cause=special.cause))
-            continue
-        logprob = 0.0 if found.logprobs is None else float(found.logprobs[n])
-        results.append(SampledToken(token, logprob, special.top))
+            results.append((token, None, [], special.error))
+        else:
+            wanted = own.logprobs or own.top_logprobs
+            logprob = float(found.logprobs[n]) if wanted else None
+            results.append((token, logprob, special.top, None))
     return results
+
+
+def one_by_one(sampler, logits, rows):
+    """What each of these rows, the n-th of the logits, gives alone."""
+    return [
+        sample_rows(sampler, logits[n : n + 1], [row._replace(logits_row=0)])[0]
+        for n, row in enumerate(rows)
+    ]
 
 
 keep_top_p, keep_min_p = (
     partial(keep, softmax=softmax) for keep in (processors.keep_top_p, processors.keep_min_p)
 )
 DRAWS = 20_000
-# Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.
-CRITICAL = {7: 29.88, 15: 44.26, 35: 73.20}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(tiny(), config=EngineConfig(reference_rows=16, page_size=16)) as engine:
-        yield engine
+# Upper 1e-4 quantile of the chi-square distribution with 7 degrees of freedom.
+CRITICAL = 29.88
 
 
 @pytest.fixture(scope="module")
@@ -129,32 +114,15 @@ VARYING = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("keys, positions", VARYING.values(), ids=VARYING)
-def test_distribution(keys, positions, temperature):
+def test_distribution(keys, positions):
+    """Controls: a little hotter, or two tokens exchanged, is not the same distribution."""
     logits = torch.linspace(-1.2, 1.2, 8)[torch.tensor([3, 1, 7, 0, 5, 2, 6, 4])]
-    tokens = draws(logits, temperature, keys, positions)
-    assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < CRITICAL[7]
-    # Controls: a little hotter, or two tokens exchanged, is not the same distribution.
-    assert chi_square(tokens, torch.softmax(logits / temperature / 1.25, 0)) > CRITICAL[7]
-    assert chi_square(tokens, torch.softmax(logits.flip(0) / temperature, 0)) > CRITICAL[7]
-
-
-def test_draws_are_independent():
-    """Of neighbours in position, in completion and in vocabulary."""
-    logits = torch.tensor([0.0, 0.3, -0.2, 0.5])
-    shares = torch.softmax(logits, 0)
-    pairs = torch.outer(shares, shares).flatten()
-    by_position = draws(logits, 1.0, *VARYING["positions"])
-    assert chi_square(by_position[::2] * 4 + by_position[1::2], pairs) < CRITICAL[15]
-    by_completion = draws(logits, 1.0, *VARYING["completions"])
-    assert chi_square(by_completion[::2] * 4 + by_completion[1::2], pairs) < CRITICAL[15]
-    assert chi_square(by_completion[::2] * 4 + by_completion[::2], pairs + 1e-3) > CRITICAL[15]
-    noise = gumbel(*[x.expand(DRAWS) for x in VARYING["positions"]], 6)
-    sixths = (torch.exp(-torch.exp(-noise)) * 6).long()
-    for first, second in ((0, 1), (1, 2), (0, 4), (3, 5)):
-        both = sixths[:, first] * 6 + sixths[:, second]
-        assert chi_square(both, torch.full((36,), 1 / 36)) < CRITICAL[35]
+    for temperature in (0.5, 1.0, 1.7):
+        tokens = draws(logits, temperature, keys, positions)
+        assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < CRITICAL
+        assert chi_square(tokens, torch.softmax(logits / temperature / 1.25, 0)) > CRITICAL
+        assert chi_square(tokens, torch.softmax(logits.flip(0) / temperature, 0)) > CRITICAL
 
 
 def test_noise_keys():
@@ -172,19 +140,18 @@ def distinct(rows, vocab, scale=3.0):
     return logits
 
 
-@pytest.mark.parametrize("vocab", [7, 128, 1000])
-def test_filters_keep_what_transformers_keeps(vocab):
-    logits = distinct(12, vocab)
-    for k in (1, 2, 5, vocab - 1, vocab, vocab + 3):
-        kept = keep_top_k(logits, torch.full((12,), k), k)
-        assert torch.equal(kept, TopKLogitsWarper(k)(None, logits))
-    for p in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.999):
-        kept = keep_top_p(logits, torch.full((12,), p))
-        assert torch.equal(kept, TopPLogitsWarper(p)(None, logits))
-        assert kept.isfinite().any(-1).all()
-    for p in (1e-6, 0.02, 0.3, 0.99, 1.0):
-        kept = keep_min_p(logits, torch.full((12,), p))
-        assert torch.equal(kept, MinPLogitsWarper(p)(None, logits))
+def test_filters_keep_what_transformers_keeps():
+    for vocab in (7, 128, 1000):
+        torch.manual_seed(0)
+        logits = distinct(12, vocab)
+        for k in (1, 2, 5, vocab - 1, vocab, vocab + 3):
+            kept = keep_top_k(logits, torch.full((12,), k), k)
+            assert torch.equal(kept, TopKLogitsWarper(k)(None, logits))
+        for keep, warper in ((keep_top_p, TopPLogitsWarper), (keep_min_p, MinPLogitsWarper)):
+            for p in (1e-6, 0.02, 0.3, 0.5, 0.9, 0.99, 0.999):
+                kept = keep(logits, torch.full((12,), p))
+                assert torch.equal(kept, warper(p)(None, logits))
+                assert kept.isfinite().any(-1).all()
 
 
 STYLES = (
@@ -214,11 +181,11 @@ def test_ties_go_to_the_lowest_index(sampler):
     tied = (few[0] == partial).nonzero().squeeze(1).tolist()
     places = [token for token in survivors if few[0, token] == partial]
     assert 0 < len(places) < len(tied) and places == tied[: len(places)]
-    greedy = SampleRow(0, SamplingParams(top_logprobs=3), 0, 0, 0, [])
-    found = sample_rows(sampler, torch.zeros(1, 8), [greedy])[0]
-    assert (found.token, [token for token, _ in found.top]) == (0, [0, 1, 2])
+    greedy = Row(0, SamplingParams(top_logprobs=3))
+    token, _, top, _ = sample_rows(sampler, torch.zeros(1, 8), [greedy])[0]
+    assert (token, [token for token, _ in top]) == (0, [0, 1, 2])
     later = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    assert sample_rows(sampler, later, [greedy])[0].token == 1
+    assert sample_rows(sampler, later, [greedy])[0][0] == 1
 
 
 def halve(ids, scores):
@@ -236,106 +203,83 @@ KINDS = (
 )
 
 
-def asked(found, rows):
-    """What the rows' parameters ask for: a log-probability that nobody wants is undefined."""
-    return [
-        sampled if row.params.logprobs or row.params.top_logprobs else replace(sampled, logprob=0.0)
-        for sampled, row in zip(found, rows, strict=True)
-    ]
-
-
-def mixed_rows(rng, count):
+def mixed_rows(rng, count, vocab=101):
     rows = []
     for n in range(count):
         sampled = {"temperature": rng.choice((0.3, 1.0, 1.9)), **rng.choice(({}, *STYLES))}
-        style = {**KINDS[n % len(KINDS)], **(sampled if n % 3 else {})}
-        params = SamplingParams(seed=n, **style)
-        history = rng.choices(range(VOCAB), k=9)
-        rows.append(SampleRow(n, params, noise_key(n, 0), rng.randrange(400), n % 7, history))
+        params = SamplingParams(seed=n, **KINDS[n % len(KINDS)], **(sampled if n % 3 else {}))
+        history = rng.choices(range(vocab), k=9)
+        rows.append(Row(n, params, noise_key(n, 0), rng.randrange(400), n % 7, history))
     return rows
 
 
 def test_rows_do_not_depend_on_rows(sampler):
     """Any subset in any order gives every row what it has alone, to the bit."""
-    rng, vocab = random.Random(0), 101
-    logits = torch.randn(42, vocab) * 2
-    rows = mixed_rows(rng, 42)
-    rows = [replace(row, history=[t % vocab for t in row.history]) for row in rows]
-    alone = [
-        sample_rows(sampler, logits[n : n + 1], [replace(row, logits_row=0)])[0]
-        for n, row in enumerate(rows)
-    ]
-    assert all(found.error is None for found in alone)
-    alone = asked(alone, rows)
-    assert asked(sample_rows(sampler, logits, rows), rows) == alone
+    rng = random.Random(0)
+    logits, rows = torch.randn(42, 101) * 2, mixed_rows(rng, 42)
+    alone = one_by_one(sampler, logits, rows)
+    assert all(error is None for *_, error in alone)
+    assert sample_rows(sampler, logits, rows) == alone
     for _ in range(40):
         some = rng.sample(range(42), rng.randint(1, 42))
         found = sample_rows(sampler, logits, [rows[n] for n in some])
-        assert asked(found, [rows[n] for n in some]) == [alone[n] for n in some]
-        packed = [replace(rows[n], logits_row=place) for place, n in enumerate(some)]
+        assert found == [alone[n] for n in some]
+        packed = [rows[n]._replace(logits_row=place) for place, n in enumerate(some)]
         assert sample_rows(sampler, logits[some], packed) == found
-    other = [replace(row, key=row.key + 1) for row in rows]
-    assert asked(sample_rows(sampler, logits, other), rows) != alone
+    other = [row._replace(key=row.key + 1) for row in rows]
+    assert sample_rows(sampler, logits, other) != alone
 
 
 def test_rows_do_not_depend_on_rows_in_16_bits():
     """The Triton kernels: rows that are changed are sampled apart, in fp32, the others as they
     are."""
-    read = []
-    triton = kernels.load("triton")
+    read, triton = [], kernels.load("triton")
 
     def sample(rows, *args, **kwargs):
         read.append((rows.dtype, len(rows)))
         return triton.sample(rows, *args, **kwargs)
 
     sampler = Sampler(replace(triton, sample=sample))
-    rng = random.Random(0)
-    logits = (torch.randn(11, 101) * 2).half()
-    rows = [replace(row, history=[t % 101 for t in row.history]) for row in mixed_rows(rng, 11)]
-    alone = [
-        sample_rows(sampler, logits[n : n + 1], [replace(row, logits_row=0)])[0]
-        for n, row in enumerate(rows)
-    ]
-    alone = asked(alone, rows)
+    logits, rows = (torch.randn(11, 101) * 2).half(), mixed_rows(random.Random(0), 11)
+    alone = one_by_one(sampler, logits, rows)
     changed = sum(dtype == torch.float32 for dtype, _ in read)
     assert len(read) == 11 and 0 < changed < 11
-    assert asked(sample_rows(sampler, logits, rows), rows) == alone
+    assert sample_rows(sampler, logits, rows) == alone
     assert read[11:] == [(torch.float16, 11 - changed), (torch.float32, changed)]
     some = [7, 2, 10, 3, 0]
-    found = sample_rows(sampler, logits, [rows[n] for n in some])
-    assert asked(found, [rows[n] for n in some]) == [alone[n] for n in some]
+    assert sample_rows(sampler, logits, [rows[n] for n in some]) == [alone[n] for n in some]
     # The same numbers in fp32; and a control.
-    assert asked(sample_rows(sampler, logits.float(), rows), rows) == alone
-    other = [replace(row, key=row.key + 1) for row in rows]
-    assert asked(sample_rows(sampler, logits, other), rows) != alone
+    assert sample_rows(sampler, logits.float(), rows) == alone
+    other = [row._replace(key=row.key + 1) for row in rows]
+    assert sample_rows(sampler, logits, other) != alone
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-# Ids by name alone: the text of a function holds its address, which is another in each process.
-@pytest.mark.parametrize("style", [*KINDS, *STYLES], ids=" ".join)
-def test_what_is_not_finite_yields_no_token(sampler, style, temperature):
-    logits = torch.randn(5, VOCAB)
-    params = SamplingParams(temperature=temperature, seed=1, **style)
-    rows = [SampleRow(n, params, noise_key(n, 0), n, 9, [1, 2]) for n in range(5)]
-    expected = sample_rows(sampler, logits, rows)
-    logits[1, 5] = torch.nan
-    logits[2, 9] = torch.inf
-    logits[3] = -torch.inf
-    found = sample_rows(sampler, logits, rows)
-    assert [row.token for row in found[1:4]] == [-1] * 3
-    assert all("finite" in row.error for row in found[1:4])
-    assert [found[0], found[4]] == [expected[0], expected[4]]
-    logits[3, 17] = -3.0  # one that is left is the one
-    assert 17 in (sample_rows(sampler, logits, rows)[3].token, *params.stop_ids)
-    assert found[0].error is None and found[0].token >= 0
+def test_what_is_not_finite_yields_no_token(sampler, temperature):
+    for style in (*KINDS, *STYLES):
+        logits = torch.randn(5, VOCAB)
+        params = SamplingParams(temperature=temperature, seed=1, **style)
+        rows = [Row(n, params, noise_key(n, 0), n, 9, [1, 2]) for n in range(5)]
+        expected = sample_rows(sampler, logits, rows)
+        logits[1, 5], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
+        found = sample_rows(sampler, logits, rows)
+        assert [found[0], found[4]] == [expected[0], expected[4]]
+        assert found[0][0] >= 0 and found[0][-1] is None
+        assert [token for token, *_ in found[1:4]] == [-1] * 3
+        assert all("finite" in error for *_, error in found[1:4])
+        logits[3, 17] = -3.0  # one that is left is the one
+        assert 17 in (sample_rows(sampler, logits, rows)[3][0], *params.stop_ids)
+
+
+SMALL = {"reference_rows": 16, "max_rows": 16, "page_size": 16}
 
 
 def test_seeds():
     """A missing seed is drawn and recorded, repeatably under EngineConfig.seed."""
-    params = SamplingParams(max_new_tokens=8, temperature=1.0, deterministic=True)
+    params = SamplingParams(max_new_tokens=5, temperature=1.0, deterministic=True)
 
     def run(seed, wanted=params):
-        with Engine(tiny(), config=EngineConfig(seed=seed)) as engine:
+        with Engine(tiny(), config=EngineConfig(seed=seed, **SMALL)) as engine:
             outputs = engine.generate([[5, 6]] * 3, wanted)
         return [(o.params.seed, o.completions[0].token_ids) for o in outputs]
 
@@ -358,19 +302,21 @@ def test_raw_and_processed_logprobs(sampler, temperature):
     history = list(range(0, VOCAB, 2))
     for n in range(5):
         own = torch.log_softmax(logits[n], 0)
-        row = SampleRow(n, raw, noise_key(n, 0), 3, 0, history)
-        found = sample_rows(sampler, logits, [row])[0]
-        assert found.logprob == own[found.token].item()
+        row = Row(n, raw, noise_key(n, 0), 3, 0, history)
+        (token, logprob, top, _), (same, other, *_) = (
+            sample_rows(sampler, logits, [row._replace(params=asked)])[0]
+            for asked in (raw, processed)
+        )
+        assert logprob == own[token].item()
         best = own.topk(3)
-        assert found.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        assert top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         scores = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([history]), logits[n][None])
         if temperature:
             scores = TopKLogitsWarper(9)(None, scores / temperature)
         sampled_from = torch.log_softmax(scores[0], 0)
-        other = sample_rows(sampler, logits, [replace(row, params=processed)])[0]
-        assert other.token == found.token
-        assert other.logprob == near(sampled_from[found.token].item(), FORMULA)
-        assert other.logprob != found.logprob
+        assert same == token
+        assert other == near(sampled_from[token].item(), FORMULA)
+        assert other != logprob
 
 
 def test_top_logprobs_of_a_near_tie(sampler):
@@ -379,9 +325,8 @@ def test_top_logprobs_of_a_near_tie(sampler):
     logits[0, 3] = 1.0
     logits[0, 9] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     params = SamplingParams(logprobs=True, top_logprobs=1)
-    found = sample_rows(sampler, logits, [SampleRow(0, params, 0, 0, 0, [])])[0]
-    assert found.token == 9
-    assert found.top == [(9, found.logprob)]
+    token, logprob, top, _ = sample_rows(sampler, logits, [Row(0, params)])[0]
+    assert token == 9 and top == [(9, logprob)]
 
 
 def hf_prompt_logprobs(model, prompt):

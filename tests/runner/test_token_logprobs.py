@@ -9,7 +9,7 @@ import torch
 from tests.support.drop_in import PAD
 from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, close
-from tinyspec import Engine, EngineConfig, SamplingParams, patch, token_logprobs, unpatch
+from tinyspec import Engine, EngineConfig, SamplingParams, patch, token_logprobs
 from tinyspec.kernels import backend as kernels
 from tinyspec.runner import token_logprobs as module
 from tinyspec.runner.sampler import SampleBatch, Sampler
@@ -24,7 +24,7 @@ SETTINGS = {
     "all": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
 }
 settings = pytest.mark.parametrize("asked", SETTINGS.values(), ids=SETTINGS)
-CONFIG = EngineConfig(reference_rows=16, page_size=16)
+CONFIG = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
 PATHS = [
     (torch.float32, "cpu"),
     (torch.bfloat16, "cpu"),
@@ -33,52 +33,44 @@ PATHS = [
 PROMPT = prompts(3, 20)[2]
 
 
-def generated(model, asked, **more):
-    """Tokens, log-probabilities and logits [T, V] of one request."""
-    more |= {"seed": 3, "max_new_tokens": 12}
-    params = SamplingParams(logprobs=True, **asked, **more)
-    with Engine(model, config=CONFIG) as engine:
-        (completion,) = engine.generate([PROMPT], params)[0].completions
-    off = {"top_k": 0, "top_p": 1.0, "min_p": None, "do_sample": asked["temperature"] > 0}
-    wanted = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": PAD}
-    given = {**off, **asked, **wanted, **more}
-    if not given["do_sample"]:
-        del given["temperature"]
-    patch(model, CONFIG)
-    try:
-        found = model.generate([PROMPT], **given)
-    finally:
-        unpatch(model)
-    assert found.sequences[0, len(PROMPT) :].tolist() == completion.token_ids
-    logits = torch.cat(found.logits).to(model.dtype)
-    return torch.tensor(completion.token_ids), torch.tensor(completion.logprobs), logits
-
-
-@pytest.mark.crossed(0.5)
-@settings
 @pytest.mark.parametrize(("dtype", "device"), PATHS)
-def test_bits_of_generation(dtype, device, asked):
-    model = tiny(dtype=dtype).to(device)
-    ids, expected, logits = generated(model, asked, deterministic=True)
-    found = token_logprobs(logits, ids, **asked)
-    assert found.dtype == torch.float32 and torch.equal(found.cpu(), expected)
+def test_bits_of_generation(dtype, device):
+    """By the logits that a patched model returns for the same request."""
+    model, more = tiny(dtype=dtype).to(device), {"seed": 3, "max_new_tokens": 8}
+    params = [
+        SamplingParams(deterministic=True, logprobs=True, **asked, **more)
+        for asked in SETTINGS.values()
+    ]
+    with Engine(model, config=CONFIG) as engine:
+        outputs = engine.generate([PROMPT] * len(params), params)
+    patch(model, CONFIG)
+    for asked, output in zip(SETTINGS.values(), outputs, strict=True):
+        (completion,) = output.completions
+        given = {"top_k": 0, "top_p": 1.0, "min_p": None, "do_sample": True, **asked, **more}
+        if not asked["temperature"]:
+            given["do_sample"] = False
+            del given["temperature"]
+        kept = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": PAD}
+        found = model.generate([PROMPT], deterministic=True, **given, **kept)
+        assert found.sequences[0, len(PROMPT) :].tolist() == completion.token_ids
+        logits, ids = torch.cat(found.logits).to(dtype), torch.tensor(completion.token_ids)
+        own = token_logprobs(logits, ids, **asked)
+        assert own.dtype == torch.float32 and own.tolist() == completion.logprobs
 
 
-@settings
-def test_bits_of_the_triton_kernels_in_16_bits(asked, monkeypatch):
+def test_bits_of_the_triton_kernels_in_16_bits(monkeypatch):
     """Rows that filters change are read in fp32, the others as they are."""
     monkeypatch.setattr(EngineConfig, "backend_on", lambda *of: "triton")
-    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    logits = (torch.randn(7, 500) * 3).half().to(device)
-    count, filters = len(logits), {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | asked
-    columns = {name: np.full(count, value) for name, value in filters.items()}
-    places = np.arange(count)
-    sampler = Sampler(kernels.load("triton"))
-    batch = SampleBatch(places, key=places, position=places, logprobs=True, **columns)
-    sampling = sampler.sample(logits, batch)
-    found = token_logprobs(logits, sampling.tokens, **asked)
-    assert torch.equal(found, sampling.logprobs)
+    logits = (torch.randn(3, 101) * 3).half().to(device)
+    places, sampler = np.arange(len(logits)), Sampler(kernels.load("triton"))
+    for asked in SETTINGS.values():
+        filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | asked
+        columns = {name: np.full(len(logits), value) for name, value in filters.items()}
+        batch = SampleBatch(places, key=places, position=places, logprobs=True, **columns)
+        sampling = sampler.sample(logits, batch)
+        found = token_logprobs(logits, sampling.tokens, **asked)
+        assert torch.equal(found, sampling.logprobs)
 
 
 def test_control_other_formulas_have_other_bits():
@@ -161,24 +153,23 @@ def test_rows_do_not_depend_on_shape_strides_or_modes():
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"ids": [1, 9]}, r"ids=9 is not allowed: token ids in \[0, 9\)$"),
-        ({"ids": [1, -100]}, r"ids=-100 is not allowed: .*labels to ignore"),
-        ({"ids": [1.0, 2.0]}, r"ids.dtype=torch.float32 .*integers"),
-        ({"ids": [[1, 2]]}, r"ids.shape=\[1, 2\] .*\[2\]"),
-        ({"temperature": -1.0}, r"temperature=-1.0 is not allowed: 0 \(greedy\)"),
-        ({"temperature": torch.tensor([1.0, torch.nan])}, r"temperature=tensor\(\[1., nan\]\)"),
-        ({"temperature": torch.ones(3)}, r"temperature=.*broadcast to \[2\]"),
-        ({"top_k": -1}, "top_k=-1"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"min_p": -0.1}, "min_p=-0.1"),
-        ({"logits": torch.tensor(1.0)}, r"logits='torch.float32 \[\]' .*\[..., V\]"),
-        ({"logits": torch.zeros(2, 9).double()}, "logits='torch.float64"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        token_logprobs(**{"logits": torch.zeros(2, 9), "ids": [1, 2], **wrong})
+REFUSED = [
+    ({"ids": [1, 9]}, r"ids=9 is not allowed: token ids in \[0, 9\)$"),
+    ({"ids": [1, -100]}, r"ids=-100 is not allowed: .*labels to ignore"),
+    ({"ids": [1.0, 2.0]}, r"ids.dtype=torch.float32 .*integers"),
+    ({"ids": [[1, 2]]}, r"ids.shape=\[1, 2\] .*\[2\]"),
+    ({"temperature": -1.0}, r"temperature=-1.0 is not allowed: 0 \(greedy\)"),
+    ({"temperature": torch.tensor([1.0, torch.nan])}, r"temperature=tensor\(\[1., nan\]\)"),
+    ({"temperature": torch.ones(3)}, r"temperature=.*broadcast to \[2\]"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"top_p": 1.5}, "top_p=1.5"),
+    ({"min_p": -0.1}, "min_p=-0.1"),
+    ({"logits": torch.tensor(1.0)}, r"logits='torch.float32 \[\]' .*\[..., V\]"),
+    ({"logits": torch.zeros(2, 9).double()}, "logits='torch.float64"),
+]
+
+
+def test_what_is_refused():
+    for wrong, message in REFUSED:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            token_logprobs(**{"logits": torch.zeros(2, 9), "ids": [1, 2], **wrong})

@@ -87,16 +87,6 @@ def test_the_choice_against_a_count_of_passes(seed):
         assert seconds(found) <= 1.06 * min(map(seconds, range(most + 1)))
 
 
-def test_what_a_further_bucket_would_have_saved():
-    buckets = learnt([8], lambda rows: 1.0 + rows / 8)
-    buckets.window(3, 3, 16, 0.9)
-    assert {*buckets.gains([1, 2, 4, 16], 16, 0.9)} >= {4}
-    assert buckets.gains([4], 16, 0.9) == {}, "of one pass once"
-    buckets.cheapest(1, 40)  # prompts of 40 tokens
-    gains = buckets.gains([2, 4, 32, 64], 16, 0.9)
-    assert {*gains} == {32, 64}
-
-
 def test_rows_that_are_left_over_cost_another_pass():
     """Two passes of 512 rows are taken for 1024 only where they save more than the pass by which
     half of the sequences end later."""

@@ -31,8 +31,7 @@ class Trace:
         self.alive = []
         self.idle_since = {}
         self.clock = 0
-        counted = ("hits", "mixed", "evictions", "forks", "refused", "rollbacks")
-        self.seen = dict.fromkeys(counted, 0)
+        self.seen = dict.fromkeys(("hits", "mixed", "evictions", "refused", "rollbacks"), 0)
 
     def evicted(self, page):
         """The pool takes a page that nobody owns, once nothing is free; who waits longest goes."""
@@ -57,18 +56,12 @@ class Trace:
         """The longest run of known pages from the first token on, canonical ones preferred."""
         size, pages, kinds = self.pool.page_size, [], []
         for end in range(size, len(tokens) + 1, size):
-            kind = next(
-                (
-                    kind
-                    for kind in ((True,) if deterministic else (True, False))
-                    if (kind, tuple(tokens[:end])) in self.known
-                ),
-                None,
-            )
-            if kind is None:
+            prefix, wanted = tuple(tokens[:end]), (True,) if deterministic else (True, False)
+            known = [kind for kind in wanted if (kind, prefix) in self.known]
+            if not known:
                 break
-            pages.append(self.known[kind, tuple(tokens[:end])])
-            kinds.append(kind)
+            pages.append(self.known[known[0], prefix])
+            kinds.append(known[0])
         return pages, [*kinds, False].index(False)
 
     def start(self):
@@ -137,21 +130,6 @@ class Trace:
             assert sequence.pages == pages and self.pool.num_free == free
             self.seen["rollbacks"] += need > 0
 
-    def fork(self):
-        leader = self.rng.choice(self.alive)
-        full, rest = divmod(leader.computed, self.pool.page_size)
-        assert self.pool.can_fork(leader.computed) == (rest == 0 or self.pool.num_free > 0)
-        if not self.pool.can_fork(leader.computed):
-            return
-        self.seen["forks"] += 1
-        sibling = self.sequence(list(leader.tokens), leader.deterministic)
-        sibling.pages, copy = self.pool.fork(leader.pages, leader.computed)
-        assert sibling.pages[:full] == leader.pages[:full] and sibling.pages is not leader.pages
-        assert copy == ((leader.pages[full], sibling.pages[full]) if rest else None)
-        sibling.canonical = leader.canonical
-        self.alive.append(sibling)
-        self.compute(sibling)
-
     def finish(self):
         self.leave(self.alive.pop(self.rng.randrange(len(self.alive))))
 
@@ -191,8 +169,8 @@ class Trace:
         for _ in range(turns):
             moves = [self.start, self.clear]
             if self.alive:
-                moves += [self.start, self.extend, self.extend, self.fork, self.finish]
-                moves += [self.finish, self.distrust, self.roll_back]
+                moves += [self.start, self.extend, self.extend, self.finish, self.finish]
+                moves += [self.distrust, self.roll_back]
             self.rng.choice(moves)()
             self.check()
         for sequence in self.alive:
@@ -221,7 +199,6 @@ def test_an_engine_says_how_long_a_sequence_may_become(known, monkeypatch):
             engine.add_request(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True))
         while engine.has_unfinished():
             engine.step()
-            for sequence in engine.admission.running:
-                first = sequence.pages[0]
-                runs.add(sequence.pages == list(range(first, first + len(sequence.pages))))
+            pages = [sequence.pages for sequence in engine.admission.running]
+            runs |= {own == list(range(own[0], own[0] + len(own))) for own in pages}
     assert runs == ({True} if known else {True, False})

@@ -7,17 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.cases import (
-    KINDS,
-    bits_of,
-    drain,
-    engine_of,
-    greedy,
-    model_of,
-    one_by_one,
-    text,
-    whole,
-)
+from tests.support.cases import KINDS, drain, engine_of, greedy, model_of, one_by_one, text, whole
 from tests.support.mixes import bits
 from tests.support.pages import indexed_kv, page_kv
 from tests.support.tiny import tiny
@@ -39,7 +29,7 @@ def test_a_chat_reuses_its_earlier_turns(dtype, kind):
     for cache in (True, False):
         with engine_of(model_of(kind, dtype), page_size=8, prefix_cache=cache) as engine:
             history, found[cache] = text(21, seed=9), []
-            for turn in range(4):
+            for turn in range(3):
                 # The newest token is committed, its KV not computed before the next turn.
                 known = max(0, len(history) - 1) if turn else 0
                 history += text(6, seed=turn)
@@ -51,23 +41,23 @@ def test_a_chat_reuses_its_earlier_turns(dtype, kind):
     assert found[True] == found[False]
 
 
-def half_each(count=6):
-    """Requests that share PROMPT, deterministic ones with bits to compare."""
-    return [(PROMPT + text(5, seed=n), greedy(10, temperature=0.5, seed=n)) for n in range(count)]
+def half_each():
+    """Two requests that share PROMPT, deterministic ones with bits to compare."""
+    return [(PROMPT + text(5, seed=n), greedy(10, temperature=0.5, seed=n)) for n in range(2)]
 
 
 def test_a_deterministic_request_starts_from_canonical_pages_only():
     """Plain ones serve plain ones; the deterministic computes its own, which serve everyone."""
     model = model_of("shape-sensitive")
     with engine_of(model, prefix_cache=False) as engine:
-        alone = one_by_one(engine, half_each(2))
+        alone = one_by_one(engine, half_each())
     with engine_of(model, page_size=16) as engine:
         wanted = SamplingParams(max_new_tokens=2)
         assert tokens_cached(engine.generate([PROMPT], wanted)[0]) == [0]
         theirs = indexed_kv(engine)
         assert [canonical for (_, canonical, _), _ in theirs] == [False] * 3
         assert tokens_cached(engine.generate([PROMPT], wanted)[0]) == [47]
-        first, second = (bits_of_one(engine, request) for request in half_each(2))
+        first, second = (bits_of_one(engine, request) for request in half_each())
         assert (first[0], second[0]) == ([0], [48])
         assert [first[1], second[1]] == alone
         mine = indexed_kv(engine)
@@ -156,7 +146,7 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
     wanted = replace(greedy(20), deterministic=deterministic)
     with engine_of(tiny(), page_size=4) as engine:
         engine.generate([PROMPT], greedy(1))
-        other = engine.generate([text(16, seed=3)], greedy(1))
+        (other,) = engine.generate([text(16, seed=3)], greedy(1))
         before = len(engine.admission.prefix)
         request_id = engine.add_request(PROMPT, replace(wanted, logits_processors=[Breaks()]))
         while len(engine.admission.prefix) < before + 2:
@@ -165,8 +155,8 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
         assert "tenth" in done.error and len(done.token_ids) == 9
         # Control: the pages of the other request are still there.
         assert len(engine.admission.prefix) == 4
-        output = engine.generate([text(16, seed=3)], greedy(1))
-        assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
+        (output,) = engine.generate([text(16, seed=3)], greedy(1))
+        assert tokens_cached(output) == [15] and bits(output) == bits(other)
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
         assert whole(engine)
 

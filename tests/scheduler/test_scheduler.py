@@ -66,9 +66,11 @@ class Simulation:
         config = EngineConfig(num_pages=num_pages, page_size=page_size, **settings)
         self.config = config.resolve(device_type="cpu", model_positions=4096)
         self.buckets = Buckets(self.config.max_rows, self.config.reference_rows)
-        found = self._canonical(canonical)
-        self.own_way = own_way = {size for size in found if self.rng.random() < 0.3}
-        self.buckets.learn(found, {}, own_way)
+        share = 0.0 if self.config.verify == "always" else canonical
+        found = {size for size in self.buckets.sizes if self.rng.random() < share}
+        found.add(self.config.reference_rows)
+        self.own_way = {size for size in found if self.rng.random() < 0.3}
+        self.buckets.learn(found, {}, self.own_way)
         self.pool = PagePool(num_pages, page_size)
         self.admission = Logged(self.config, self.pool)
         self.scheduler = Scheduler(self.config, self.admission, self.buckets)
@@ -77,12 +79,6 @@ class Simulation:
         self.left_out = []
         self.acceptance = self.rng.choice((0.0, 0.5, 0.9, 1.0))
         self.proposing = self.rng.random() < 0.4
-
-    def _canonical(self, share):
-        if self.config.verify == "always":
-            share = 0.0
-        found = {size for size in self.buckets.sizes if self.rng.random() < share}
-        return found | {self.config.reference_rows}
 
     def add(self, prompt, new, deterministic, num=1):
         params = SamplingParams(
@@ -148,7 +144,9 @@ class Simulation:
         for sibling in siblings:
             if self.admission.can_fork(leader):
                 copy = self.admission.fork(leader, sibling)
-                assert (copy is None) == (leader.computed % self.pool.page_size == 0)
+                full, rest = divmod(leader.computed, self.pool.page_size)
+                assert sibling.pages[:full] == leader.pages[:full]
+                assert copy == ((leader.pages[full], sibling.pages[full]) if rest else None)
                 forked.append(sibling)
             else:
                 self.admission.add(sibling)

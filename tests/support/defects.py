@@ -98,7 +98,7 @@ DEFECTS = [
         "model/torch_state.py",
         "own.wait_stream(caller)",
         "pass",
-        ("tests/runner/test_device_queue.py",),
+        ("tests/engine/test_streams.py",),
     ),
     Defect(
         "results are read before they arrive",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.coin_reader.reading import generate, read, think
+from benchmarks.coin_reader.reading import generate, read
 from tests.support import thinking as support
 from tests.support.thinking import END, KINDS, MORE_KINDS, SIZES, backbone, prompt_of
 from tinyspec.errors import UnsupportedModelError
@@ -56,40 +56,18 @@ def test_trivial_thoughts_leave_the_plain_model():
     assert not torch.equal(found[0, 24], plain[0, 24])
 
 
-def test_side_by_side_and_alone():
-    model = thinking_model()
-    prompts = [prompt_of(length, length) for length in (3, 8, 21, 40, 33)]
-    together = read(model, prompts)
-    for row, prompt in enumerate(prompts):
-        alone = read(model, [prompt])
-        assert together.thoughts[row] == alone.thoughts[0]
-        assert len(alone.thoughts[0]) == len(prompt) // 8
-        torch.testing.assert_close(together.logits[row], alone.logits[0])
-    thoughts, answer = generate(model, prompts[2], 5, None)
-    assert thoughts == together.thoughts[2] and len(answer) == 5
-
-
 def test_answers_get_no_state():
-    """Rows with labels are decoded later, without a state; the rows before them have theirs."""
+    """Rows with labels are decoded later, without a state: whatever was thought before them."""
     model = thinking_model()
     ids = torch.tensor([prompt_of(24)])
-    thoughts = torch.full((1, 2, 2), IGNORED)
-    thoughts[..., :] = torch.tensor([9, END])
+    first, second = (torch.tensor([[[token, END]] * 2]) for token in (9, 7))
     labels = torch.full_like(ids, IGNORED)
-    labels[:, 20:] = ids[:, 20:]
+    labels[:, 8:] = ids[:, 8:]
     with torch.no_grad():
-        added = model._added(thoughts, labels, 24)
-    assert added[0, 8:20].abs().sum(-1).min() > 0
-    assert not added[0, :8].any() and not added[0, 20:].any()
-
-
-def test_thoughts_end_or_are_cut():
-    model = thinking_model()
-    found = think(model, torch.randn(64, 8, 64, generator=torch.Generator().manual_seed(1)))
-    for thought in found.tolist():
-        ids = [token for token in thought if token >= 0]
-        assert (ids[-1] == END) != (END not in ids)
-        assert END not in ids[:-1] and thought[: len(ids)] == ids
+        read, other = (model(ids, thoughts).logits for thoughts in (first, second))
+        decoded, same = (model(ids, thoughts, labels).logits for thoughts in (first, second))
+    assert torch.equal(decoded, same) and torch.equal(decoded, model.backbone(ids).logits)
+    assert not torch.equal(read[:, 8:], other[:, 8:])
 
 
 def test_loss_falls_on_both_parts():
@@ -159,13 +137,15 @@ def test_models_without_the_parts_are_refused():
         ThinkingModel.from_backbone(gpt2, ThinkingConfig(END))
 
 
+WRONG_SHAPES = {
+    (1, 4, 2): r"thoughts\.shape=\[1, 4, 2\] is not allowed: .* 24 tokens have 3 whole",
+    (1, 2, 5): r"thoughts\.shape=\[1, 2, 5\] is not allowed: .* max_thought_tokens=4",
+    (2, 2, 2): r"thoughts\.shape=\[2, 2, 2\] is not allowed: \[1, chunks, tokens\]",
+}
+
+
 def test_gold_thoughts_are_checked():
     model = thinking_model()
-    ids = torch.tensor([prompt_of(24)])
-    for shape, message in [
-        ((1, 4, 2), r"thoughts\.shape=\[1, 4, 2\] is not allowed: .* 24 tokens have 3 whole"),
-        ((1, 2, 5), r"thoughts\.shape=\[1, 2, 5\] is not allowed: .* max_thought_tokens=4"),
-        ((2, 2, 2), r"thoughts\.shape=\[2, 2, 2\] is not allowed: \[1, chunks, tokens\]"),
-    ]:
+    for shape, message in WRONG_SHAPES.items():
         with pytest.raises(ValueError, match=message):
-            model(ids, torch.full(shape, END))
+            model(torch.tensor([prompt_of(24)]), torch.full(shape, END))
