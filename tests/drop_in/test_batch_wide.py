@@ -123,28 +123,24 @@ def test_rows_keep_their_bits_whatever_the_others_are(kind, kept):
 
 
 def test_more_rows_than_a_canonical_pass_and_called_once_a_step():
-    """Deterministic rows wait for each other over several passes; nothing is called for a draft."""
+    """Deterministic rows wait for each other over several passes; nothing is called for a draft,
+    and a streamer gets a token of its row a step."""
     model = zoo.tiny("llama")
     rows = [row[:17] for row in zoo.prompts(24)]
-    given, matchers = block(rows), Matchers(len(rows))
+    given, matchers, streamers = block(rows), Matchers(24), [AttentionRecorder() for _ in rows]
     with patched(model, SMALL):
-        out = generate(model, given, deterministic=True, logits_processor=[matchers])
-        few = generate(model, block(rows), deterministic=True, logits_processor=[Matchers(24)])
+        code = {"logits_processor": [matchers], "streamer": streamers}
+        out = generate(model, given, deterministic=True, **code)
+        few = generate(model, given, deterministic=True, logits_processor=[Matchers(24)])
     assert [len(ids[0]) for ids in matchers.seen] == list(range(17, 17 + NEW))
     assert matchers.seen[-1] == out.sequences[:, :-1].tolist()
     assert torch.equal(out.sequences, few.sequences)
+    for streamer, made in zip(streamers, out.sequences[:, -NEW:].tolist(), strict=True):
+        assert streamer.puts[-1] == "end" and streamer.tokens[-NEW:] == made
 
 
 class Alone(Matchers):
     """Refuses to be called for several rows."""
-
-    def __call__(self, input_ids, scores):
-        assert input_ids.shape[0] == 1 and input_ids[0, 0] != PAD
-        return super().__call__(input_ids, scores)
-
-
-class Stateless(RowWise):
-    stateless = True
 
     def __call__(self, input_ids, scores):
         assert input_ids.shape[0] == 1 and input_ids[0, 0] != PAD
@@ -159,50 +155,38 @@ def test_a_list_for_each_prompt_and_stateless_code_see_one_row():
         assert all(processor.seen for (processor,) in each)
         alone = generate(model, {"input_ids": [ROWS[1]]}, logits_processor=[Alone(1)])
         assert torch.equal(out.sequences[1, -NEW:], alone.sequences[0, -NEW:])
-        generate(model, given, logits_processor=[Stateless()])
+        stateless = Alone(1)
+        stateless.stateless = True  # it says so itself
+        generate(model, given, logits_processor=[stateless])
         with pytest.raises(AssertionError):
             generate(model, given, logits_processor=[Alone(1)])
-
-
-def test_refusals_by_name():
-    model, given, code = zoo.tiny("llama"), block(ROWS), {"logits_processor": [RowWise()]}
-    with patched(model, SMALL):
-        with pytest.raises(ValueError, match="deterministic"):
-            generate(model, given, deterministic=[True, *[False] * 4], **code)
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            generate(model, given, max_new_tokens=[1, 2, 3, 4, 5], **code)
-        assert model.generate.stats().committed == 0
 
 
 def misshapen(ids, scores):
     return torch.zeros(3, dtype=torch.bool) if scores is None else scores[:2]
 
 
-def test_what_it_raises_is_raised_and_the_next_call_runs():
-    model, given = zoo.tiny("llama"), block(ROWS)
+REFUSED = {
+    "^deterministic": {"deterministic": [True, *[False] * 4]},
+    r"^max_new_tokens=.*one value": {"max_new_tokens": [1, 2, 3, 4, 5]},
+    r"max_new_tokens=.*one value": {"max_length": [66, 67, 67, 67, 67], "max_new_tokens": None},
+}
+
+
+def test_refusals_by_name_and_lengths_by_default():
+    model, given = zoo.tiny("llama"), block(ROWS, 64)
+    asked = {"max_new_tokens": None, "pad_token_id": PAD}
+    own = model.generate(**given, **asked, logits_processor=[Matchers(5)])
     with patched(model, SMALL):
-        for name in ("logits_processor", "stopping_criteria"):
-            with pytest.raises(BoomError, match="mine"):
-                generate(model, given, **{name: [Boom(BoomError("mine"), 1)]})
+        for message, wrong in REFUSED.items():
+            with pytest.raises(ValueError, match=message):
+                generate(model, given, logits_processor=[RowWise()], **wrong)
+        assert model.generate.stats().committed == 0
         with pytest.raises(ValueError, match="scores of shape"):
             generate(model, given, logits_processor=[misshapen])
         with pytest.raises(ValueError, match=r"shape \(3,\) for 5 rows"):
             model.generate(**given, max_new_tokens=2, stopping_criteria=[misshapen])
-        out = generate(model, given, logits_processor=[RowWise()])
-    assert torch.equal(
-        out.sequences, generate(model, given, logits_processor=[RowWise()]).sequences
-    )
-
-
-def test_lengths_by_default_and_lists_of_them():
-    model, given = zoo.tiny("llama"), block(ROWS[:3], 64)
-    asked = {"max_new_tokens": None, "pad_token_id": PAD}
-    own = model.generate(**given, **asked, logits_processor=[Matchers(3)])
-    with patched(model, SMALL):
-        assert torch.equal(model.generate(**given, **asked, logits_processor=[Matchers(3)]), own)
-        for lengths in ({"max_new_tokens": [3, 4, 4]}, {"max_length": [66, 67, 67]}):
-            with pytest.raises(ValueError, match=r"^max_new_tokens=.*one value"):
-                model.generate(**given, **asked | lengths, logits_processor=[Matchers(3)])
+        assert torch.equal(model.generate(**given, **asked, logits_processor=[Matchers(5)]), own)
 
 
 PAGES = -(-(max(map(len, ROWS)) + NEW) // 8)
@@ -230,19 +214,6 @@ def test_rows_that_do_not_all_fit(limits, named, caplog):
         assert model.generate.stats().committed == 5 * NEW
 
 
-def test_streamers_get_a_token_of_every_row_a_step():
-    model = zoo.tiny("llama")
-    streamers = [AttentionRecorder() for _ in ROWS]
-    with patched(model, SMALL):
-        code = {"deterministic": True, "logits_processor": [Matchers(5)]}
-        out = generate(model, block(ROWS), streamer=streamers, **code)
-    for n, streamer in enumerate(streamers):
-        assert (
-            streamer.puts[-1] == "end"
-            and streamer.tokens[-NEW:] == out.sequences[n, -NEW:].tolist()
-        )
-
-
 def same(one, other):
     """Whether all that two calls returned has the same bits."""
     pairs = zip((one.sequences, *one.scores), (other.sequences, *other.scores), strict=True)
@@ -259,11 +230,11 @@ def test_nothing_is_left_of_a_call_that_is_cut_off(place, error):
     with patched(model, SMALL):
         before = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
         for step in (1, 6):
-            boom = Boom(error(), step)
+            boom = Boom(error("mine"), step)
             code = (
                 boom if place == "logits_processor" else lambda ids, _, boom=boom: boom(ids, None)
             )
-            with pytest.raises(error):
+            with pytest.raises(error, match="mine"):
                 generate(model, given, **asked_for, **{place: [code]})
             engine = model.generate._engine
             assert engine.pool.num_held == 0 and not len(engine.admission.table)
