@@ -12,6 +12,6 @@ from tests.support.grpo import FAMILIES, PRECISIONS, steps
 def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precision, lora):
     if lora:
         pytest.importorskip("peft")
-    found = steps(family, precision, 3, lora)
-    assert [step.exact for step in found] == [0.0] * 3
+    found = steps(family, precision, 2, lora)
+    assert [step.exact for step in found] == [0.0] * 2
     assert max(step.plain for step in found) > 0, "the control"
