@@ -12,17 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal
+from tests.kernels import cases
+from tests.kernels.cases import DEVICE, NAMES, assert_row_invariant, normal
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import hidden_states as kernels
 from tinyspec.kernels.twins import layers as twins
 
 EPS = 1e-5
 FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-BOTH = [pytest.param(kernels, *p.values, id=f"triton-{p.id}", marks=p.marks) for p in DTYPES]
-BOTH += [pytest.param(twins, d, id=f"twin-{name}") for d, name in NAMES.items()]
-both = pytest.mark.parametrize("module, dtype", BOTH)
+both = cases.both("module", kernels, twins)
 # What the interpreter's bf16 computes of numbers like 2 and -2 is right.
 modules = pytest.mark.parametrize("module", [kernels, twins], ids=["triton", "twin"])
 dtypes = pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())

@@ -22,6 +22,16 @@ SENTINEL = 7.0
 
 
 TURNS = [pytest.param(False, id="halves"), pytest.param(True, id="interleaved")]
+# Query heads, KV heads, their size, and how much of it is rotated.
+SHAPES = {
+    "smallest": (1, 1, 4, 2),
+    "gqa-32": (4, 2, 32, 32),
+    "no-rope-64": (6, 3, 64, 0),
+    "mqa-partial-80": (5, 1, 80, 20),
+    "mha-96": (7, 7, 96, 96),
+    "gqa-128": (8, 2, 128, 128),
+    "partial-256": (2, 1, 256, 64),
+}
 
 
 def reference(
@@ -63,37 +73,17 @@ def slots(values: list[int]) -> Tensor:
 @pytest.mark.crossed(0.1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize(
-    "interleaved, angle_dtype",
-    [
-        pytest.param(False, None, id="halves"),
-        pytest.param(True, None, id="interleaved"),
-        pytest.param(False, torch.float32, id="halves-in-fp32"),
-        pytest.param(True, torch.float32, id="interleaved-in-fp32"),
-    ],
-)
-@pytest.mark.parametrize(
-    "q_heads, kv_heads, dim, rot",
-    [
-        pytest.param(1, 1, 4, 2, id="smallest"),
-        pytest.param(4, 2, 32, 32, id="gqa-32"),
-        pytest.param(6, 3, 64, 0, id="no-rope-64"),
-        pytest.param(5, 1, 80, 20, id="mqa-partial-80"),
-        pytest.param(7, 7, 96, 96, id="mha-96"),
-        pytest.param(8, 2, 128, 128, id="gqa-128"),
-        pytest.param(2, 1, 256, 64, id="partial-256"),
-    ],
-)
+@pytest.mark.parametrize("interleaved", TURNS)
+@pytest.mark.parametrize("angle_dtype", [None, torch.float32], ids=["same", "in-fp32"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_matches_reference(
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    rot: int,
+    shape: tuple[int, int, int, int],
     interleaved: bool,
     angle_dtype: torch.dtype | None,
     norm: bool,
     dtype: torch.dtype,
 ) -> None:
+    q_heads, kv_heads, dim, rot = shape
     places = [33, 0, -1, 16, 7]
     rows, kept = len(places), [0, 1, 3, 4]
     q = normal(rows, q_heads, dim, seed=1, dtype=dtype)
@@ -125,36 +115,29 @@ def test_matches_reference(
 def test_exact(page_size: int, interleaved: bool, dtype: torch.dtype) -> None:
     """Angles of 0, 90 and 180 degrees only move and negate numbers."""
     dim, half, places = 48, 16, [page_size, 2, 2 * page_size - 1]
-    x = normal(3, 2, dim, seed=1, dtype=dtype)
-    v = normal(3, 2, dim, seed=2, dtype=dtype)
-    cos = torch.tensor([1.0, 0.0, -1.0], dtype=dtype, device=DEVICE)[:, None].repeat(1, 2 * half)
-    sin = torch.tensor([0.0, 1.0, 0.0], dtype=dtype, device=DEVICE)[:, None].repeat(1, 2 * half)
+    x, v = (normal(3, 2, dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    tables = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0]], dtype=dtype, device=DEVICE)
+    cos, sin = tables[:, :, None].repeat(1, 1, 2 * half)
     first, second, rest = x.split([half, half, dim - 2 * half], dim=-1)
-    expected = torch.stack(
-        [
-            x[0],
-            torch.cat([-second[1], first[1], rest[1]], dim=-1),
-            torch.cat([-first[2], -second[2], rest[2]], dim=-1),
-        ]
-    )
+    turned = [x[0], torch.cat([-second[1], first[1], rest[1]], dim=-1)]
+    turned.append(torch.cat([-first[2], -second[2], rest[2]], dim=-1))
+    expected = torch.stack(turned)
     if interleaved:
         # The same numbers, the two of a pair side by side.
         order = torch.arange(dim)
         order[: 2 * half] = order[: 2 * half].view(2, half).T.flatten()
         x, expected = x[..., order].contiguous(), expected[..., order]
-    k_cache, v_cache = caches(2, page_size, 2, dim, dtype)
-    out = fused_kv_write(
-        x, x, v, cos, sin, k_cache, v_cache, slots(places), interleaved=interleaved
-    )
+    cached = caches(2, page_size, 2, dim, dtype)
+    out = fused_kv_write(x, x, v, cos, sin, *cached, slots(places), interleaved=interleaved)
     assert torch.equal(out, expected)
-    assert torch.equal(k_cache.flatten(0, 1)[places], expected)
-    assert torch.equal(v_cache.flatten(0, 1)[places], v)
+    for cache, written in zip(cached, (expected, v), strict=True):
+        assert torch.equal(cache.flatten(0, 1)[places], written)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", TURNS)
 def test_row_invariant(interleaved: bool, dtype: torch.dtype) -> None:
-    rows, q_heads, kv_heads, dim = 5, 6, 3, 80
+    rows, q_heads, kv_heads, dim = 5, 4, 2, 80
     fused = normal(rows, (q_heads + 2 * kv_heads) * dim, seed=1, dtype=dtype)
     q, k, v = fused.view(rows, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     cos, sin = angles(rows, dim, dtype)
@@ -279,7 +262,7 @@ def test_bits_of_transformers(name, dtype):
     assert out.dtype == dtype and torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("interleaved", TURNS)
 def test_wider_angles_show(interleaved):
     """Control: rounded once or at every step are not the same bits."""
     x = torch.randn(ROWS, Q_HEADS + KV_HEADS, 64).bfloat16()

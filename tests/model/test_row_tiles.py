@@ -15,6 +15,7 @@ from torch import nn
 from tests.support.budget import first
 from tests.support.cases import drain
 from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.sensitive import two_sums
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import linear_modes
@@ -45,11 +46,7 @@ def breaks_above(monkeypatch, no_results_on_disk):
     def linear(x, weight, bias=None):
         rows = x.shape[:-1].numel()
         calls.append(rows)
-        cut = weight.shape[1] // (2 if rows <= 16 else 3)
-        wide, exact = x.double(), weight.double()
-        out = (wide[..., :cut] @ exact[:, :cut].T).to(x.dtype)
-        out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
-        return out if bias is None else out + bias
+        return two_sums(x, weight, bias, weight.shape[1] // (2 if rows <= 16 else 3))
 
     monkeypatch.setattr(nn.functional, "linear", linear)
     # Canonical passes go by it, whatever the CPU, and there is no other way for few rows.
