@@ -1,6 +1,7 @@
 """Processors and criteria written for a batch see and give what they do in transformers; of calls
 with them that are cut off nothing is left."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -61,26 +62,22 @@ def generate(model, given, **settings):
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_as_in_transformers(count, eos):
     """Ids and scores that the code sees, finished rows included, and what comes out."""
-    model, width = zoo.tiny("llama"), max(map(len, ROWS[:count])) + (count == 1)
+    own = zoo.tiny("llama")
+    width = max(map(len, ROWS[:count])) + (count == 1)
     given, found = block(ROWS[:count], width), []
-    for served in (False, True):
-        criterion, matchers = UntilSequences(width, count), Matchers(count)
-        code = {"stopping_criteria": [criterion], "logits_processor": [matchers]}
-        if served:
-            with patched(model, SMALL):
-                out = generate(model, given, eos_token_id=eos, **code)
-                assert model.generate.stats().committed > 0
-        else:
-            out = generate(model, given, eos_token_id=eos, **code)
-        found.append((out, criterion, matchers))
-    (own, *theirs), (out, *ours) = found
-    assert torch.equal(own.sequences, out.sequences)
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert mine.seen == expected.seen
-    for mine, expected in zip(
-        (*ours[1].scores, *out.scores), (*theirs[1].scores, *own.scores), strict=True
-    ):
-        assert torch.allclose(mine, expected, atol=1e-4)
+    with patched(copy.deepcopy(own), SMALL) as model:
+        for each in (own, model):
+            criterion, matchers = UntilSequences(width, count), Matchers(count)
+            code = {"stopping_criteria": [criterion], "logits_processor": [matchers]}
+            found.append((generate(each, given, eos_token_id=eos, **code), criterion, matchers))
+        assert model.generate.stats().committed > 0
+    (theirs, *judged), (ours, *called) = found
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert [one.seen for one in called] == [one.seen for one in judged]
+    scores = zip(
+        (*called[1].scores, *ours.scores), (*judged[1].scores, *theirs.scores), strict=True
+    )
+    assert all(torch.allclose(mine, expected, atol=1e-4) for mine, expected in scores)
 
 
 class RowWise(LogitsProcessor):
@@ -101,24 +98,17 @@ class OfOthers(LogitsProcessor):
 def test_rows_keep_their_bits_whatever_the_others_are(kind, kept):
     """At an equal number of rows and an equal length; the control is code that reads others."""
     model, width, rng = zoo.tiny("llama"), max(map(len, ROWS)), random.Random(0)
-    same = []
+    found = []
     with patched(model, SMALL):
-        for _ in range(3):
-            others = [[rng.randrange(2, 60) for _ in range(rng.randint(3, width))] for _ in ROWS]
-            place = rng.randrange(len(ROWS))
-            rows = [*others[:place], ROWS[0], *others[place + 1 :]]
-            out = generate(
-                model,
-                block(rows, width),
-                deterministic=True,
-                do_sample=True,
-                seed=[7 if n == place else n for n in range(len(rows))],
-                logits_processor=[kind()],
-            )
+        for place in (0, 4, 2):
+            rows = [[rng.randrange(2, 60) for _ in range(rng.randint(3, width))] for _ in ROWS]
+            rows[place], seeds = ROWS[0], list(range(len(rows)))
+            seeds[place] = 7
+            asked = {"deterministic": True, "do_sample": True, "seed": seeds}
+            out = generate(model, block(rows, width), logits_processor=[kind()], **asked)
             scores = torch.stack([step[place] for step in out.scores])
-            same.append((out.sequences[place], scores))
-    first, *others = same
-    equal = [all(map(torch.equal, first, other)) for other in others]
+            found.append(torch.cat([out.sequences[place].float(), scores.flatten()]))
+    equal = [torch.equal(found[0], other) for other in found[1:]]
     assert all(equal) if kept else not all(equal)
 
 

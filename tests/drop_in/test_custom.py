@@ -1,11 +1,8 @@
 """Assistants and prompt lookup, at any batch size, and ``custom_generate=tinyspec.generate``."""
 
-import copy
-
 import pytest
 import torch
 
-import tinyspec
 from tests.support.budget import first
 from tests.support.hooks import Backwards, Until
 from tests.support.judge import (
@@ -60,28 +57,6 @@ def test_assisted_tokens_equal_transformers(name):
     if name != "criterion":  # which is called for all rows at once, with pads
         judged = joined(BLOCK, ROWS, by_row(own, ROWS, settings))
         assert torch.equal(model.generate(**BATCH, **settings()), judged)
-
-
-def test_an_assistant_serves_its_call_alone():
-    """The next call drafts as before."""
-    _, own = pair()
-
-    class Counted:
-        asked = 0
-
-        def propose(self, sequences, n):
-            Counted.asked += 1
-            return [[] for _ in sequences]
-
-    other = copy.deepcopy(own)
-    tinyspec.patch(other, tinyspec.EngineConfig(drafter=Counted(), verify="always"))
-    other.generate(**BATCH, **BASE, deterministic=True)
-    first = Counted.asked
-    assert first > 0
-    other.generate(**BATCH, **BASE, deterministic=True, prompt_lookup_num_tokens=3)
-    assert Counted.asked == first
-    other.generate(**BATCH, **BASE, deterministic=True)
-    assert Counted.asked > first
 
 
 def test_custom_generate_returns_dicts():

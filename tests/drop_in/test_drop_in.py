@@ -13,10 +13,8 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
 )
 
@@ -54,8 +52,6 @@ PROCESSORS = {
     "repetition-penalty": lambda g: {"repetition_penalty": 3.0},
     "suppress": lambda g: {"suppress_tokens": [row[2] for row in g]},
     "sequence-bias": lambda g: {"sequence_bias": {(g[0][1],): -20.0, (g[1][0], 9): 30.0}},
-    "sequence-bias-lists": lambda g: {"sequence_bias": [[[g[0][1]], -20.0], [[g[3][0], 9], 30.0]]},
-    "forced-eos": lambda g: {"forced_eos_token_id": 12},
     "forced-eos-list": lambda g: {"forced_eos_token_id": [12, 13], "max_new_tokens": 5},
     "eos-list": lambda g: {"eos_token_id": [g[0][4], g[1][2], g[3][6]]},
     "eos-is-pad": lambda g: {"eos_token_id": g[0][4], "pad_token_id": g[0][4]},
@@ -70,11 +66,6 @@ PROCESSORS = {
         "repetition_penalty": 1.1,
         "logits_processor": [RepetitionPenaltyLogitsProcessor(4.0)],
     },
-    "custom-least": lambda g: {
-        "eos_token_id": [row[1] for row in g],
-        "min_new_tokens": 2,
-        "logits_processor": [SuppressTokensLogitsProcessor([g[0][0]])],
-    },
     "custom-warper-greedy": lambda g: {
         "repetition_penalty": 2.0,
         "logits_processor": [TemperatureLogitsWarper(0.1), Backwards()],
@@ -86,10 +77,6 @@ PROCESSORS = {
     },
     "criterion-of-scores": lambda g: {**DICT, "stopping_criteria": [Sure()]},
     "criterion-eos": lambda g: {"stopping_criteria": [EosTokenCriteria(g[0][4])]},
-    "criterion-eos-instead": lambda g: {
-        "eos_token_id": g[0][1],
-        "stopping_criteria": [EosTokenCriteria(torch.tensor([g[0][4], g[1][2]]))],
-    },
     "criterion-time": lambda g: {"stopping_criteria": [MaxTimeCriteria(9.0, 0.0)]},
     "no-time": lambda g: {"max_time": 0.0},
     "max-length": lambda g: {"max_length": 21, "max_new_tokens": None},
@@ -102,7 +89,6 @@ QUIET = {
     "greedy": lambda g: {},
     "eos-negative-in-list": lambda g: {"eos_token_id": [-1, 500]},
     "warpers-not-sampling": lambda g: {"temperature": 0.3, "top_k": 3, "top_p": 0.4, "min_p": 0.3},
-    "typical-not-sampling": lambda g: {"typical_p": 0.5, "top_h": 0.5, "eta_cutoff": 0.1},
     "sample-top-k-1": lambda g: {"do_sample": True, "top_k": 1},
     "sample-nearly-0": lambda g: {"do_sample": True, "temperature": 1e-9},
     "numpy-numbers": lambda g: {
@@ -114,9 +100,6 @@ QUIET = {
     "inert": lambda g: {"length_penalty": 2.0, "early_stopping": True, "num_beams": 1},
     "no-invalid-values": lambda g: {"remove_invalid_values": True},
     "no-cache": lambda g: {"use_cache": False},
-    "min-of-type": lambda g: {
-        "logits_processor": [MinNewTokensLengthLogitsProcessor(5, 6, 1)],
-    },
 }
 
 
@@ -169,31 +152,19 @@ BAD = {
     "trust-remote-code": {"trust_remote_code": False},
     "typo": {"max_new_token": 5},
     "temperature-0": {"temperature": 0.0, "do_sample": True},
-    "top-k-negative": {"top_k": -1, "do_sample": True},
-    "sequences-greedy": {"num_return_sequences": 2},
     "max-length-below-prompt": {"max_length": 3, "max_new_tokens": None},
     "both-inputs": {"inputs": ROW},
     "embeds-2-d": {"inputs_embeds": torch.zeros(5, 64)},
     "penalty-negative": {"repetition_penalty": -1.0},
-    "penalty-int": {"repetition_penalty": 2},
-    "ngram-float": {"no_repeat_ngram_size": 1.5},
     "bad-words-empty": {"bad_words_ids": []},
-    "bias-outside": {"sequence_bias": {(VOCAB + 1,): 5.0}},
     "forced-bos-outside": {"forced_bos_token_id": VOCAB + 1},
     "min-length-negative": {"min_length": -2, "eos_token_id": 3},
     "decay-without-eos": {"exponential_decay_length_penalty": (2, 1.5)},
-    "eos-float": {"eos_token_id": 2.5},
     "pad-negative": {"pad_token_id": -1},
     "criteria-not-a-list": {"stopping_criteria": lambda ids, scores: False},
     "stop-strings": {"stop_strings": ["a"]},
     "cache-unknown": {"cache_implementation": "nonsense"},
-    "early-stopping-unknown": {"early_stopping": "maybe"},
     "beams-and-streamer": {"num_beams": 2, "streamer": object()},
-    "sequences-assisted": {
-        "prompt_lookup_num_tokens": 3,
-        "num_return_sequences": 2,
-        "do_sample": True,
-    },
 }
 
 

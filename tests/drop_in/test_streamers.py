@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 import tinyspec
@@ -151,18 +151,6 @@ def by_text(own, encode, **settings):
     return [own.generate(**encode(text, return_tensors="pt"), **settings) for text in TEXTS]
 
 
-def test_a_batch_encoding_as_the_tokenizer_gives_it(models, tokenizer):
-    model, own = models
-    inputs = tokenizer(TEXTS, padding=True, padding_side="left", return_tensors="pt")
-    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
-    given = model.generate(**inputs, max_new_tokens=LONG)
-    alone = by_text(own, tokenizer, max_new_tokens=LONG)
-    assert torch.equal(given, joined(inputs["input_ids"], rows, alone, pad=1))
-    ragged = model.generate(**tokenizer(TEXTS), max_new_tokens=LONG)
-    left = tokenizer(TEXTS, padding=True, return_tensors="pt")["input_ids"]
-    assert torch.equal(ragged, joined(left, rows, alone, pad=1))
-
-
 STOPS = [
     lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
     lambda t: {"generation_config": GenerationConfig(stop_strings="Finn Fi")},
@@ -207,13 +195,3 @@ def test_stop_strings_without_a_tokenizer(models, tokenizer, source):
     with defaults(models, stop_strings=["a"] if source == "model" else None):
         ours, theirs = (listen(m.generate, **inputs, **settings) for m in models)
     assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint
-
-
-def test_a_text_streamer_prints_what_transformers_prints(models, tokenizer, capsys):
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    printed = []
-    for model in models:
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        model.generate(**inputs, streamer=streamer, max_new_tokens=LONG)
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and printed[0] and not printed[0].startswith(TEXTS[0])

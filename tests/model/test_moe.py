@@ -82,50 +82,42 @@ def test_row_invariant(kind, dtype):
 class Launches(TorchDispatchMode):
     """Counts operators that compute something, which are launches on a device."""
 
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
         views = any(r.alias_info is not None for r in func._schema.returns)
         self.count += not views and "empty" not in func.__name__
-        return out
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
 def test_a_device_reads_nothing_and_launches_little():
     """By the kernels a layer of Qwen3-30B-A3B's kind, of 128 experts of which a row has 8, is fit
-    for a graph, and at most 14 launches with its router. Controls: the twins are neither."""
+    for a graph, and at most 14 launches with its router. Control: the twins are not."""
     config = {"num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
     module = tiny("qwen3_moe", **config).model.layers[0].mlp
     x = torch.randn(3, module.gate.weight.shape[1])
-    found = {}
-    for backend in ("torch", "triton"):
-        kernels = load(backend)
-        launched = []
+    kernels, launched = load("triton"), []
 
-        def counted(name, kernels=kernels, launched=launched):
-            def run(*given, **named):
-                with torch.utils._python_dispatch._disable_current_modes():
-                    launched.append(name)
-                    return getattr(kernels, name)(*given, **named)
+    def counted(name):
+        def run(*given, **named):
+            with torch.utils._python_dispatch._disable_current_modes():
+                launched.append(name)
+                return getattr(kernels, name)(*given, **named)
 
-            return run
+        return run
 
-        names = ("sort_by_expert", "grouped_linear", "add_experts")
-        of_device = replace(kernels, **{name: counted(name) for name in names})
-        with Launches() as launches, GraphSafety() as safety:
-            _, weights, index = module.gate(x)
-            out = kernel_forward(module.experts, x, index, weights, of_device)
-        with GraphSafety() as whole:
-            kernel_forward(module.experts, x, index, weights, kernels)
-        assert safety.refusal is None and launched == [names[0], *names[1:2] * 2, names[2]]
-        found[backend] = launches.count + len(launched), out
-        if backend == "torch":
-            assert whole.refusal is not None
-    assert found["triton"][0] <= 14, found
-    assert close(*(out for _, out in found.values()), OPERATOR)
+    names = ("sort_by_expert", "grouped_linear", "add_experts")
+    of_device = replace(kernels, **{name: counted(name) for name in names})
+    with Launches() as launches, GraphSafety() as safety:
+        _, weights, index = module.gate(x)
+        out = kernel_forward(module.experts, x, index, weights, of_device)
+    with GraphSafety() as whole:
+        by_twins = kernel_forward(module.experts, x, index, weights, KERNELS)
+    assert launched == [names[0], *names[1:2] * 2, names[2]]
+    assert safety.refusal is None and whole.refusal is not None
+    assert launches.count + len(launched) <= 14
+    assert close(out, by_twins, OPERATOR)
 
 
 @pytest.mark.crossed(5)
@@ -200,46 +192,18 @@ def test_the_users_choice_is_of_plain_forwards_alone():
         assert engine.fingerprint != first.fingerprint, "control: it tells how experts run"
 
 
-ODD = {
-    "mixtral": {"hidden_size": 34, "intermediate_size": 48, "num_local_experts": 3},
-    "qwen2_moe": {"moe_intermediate_size": 33, "num_experts": 5, "head_dim": 16},
-    "qwen3_moe": {"moe_intermediate_size": 37, "num_experts": 1, "num_experts_per_tok": 1},
-    "olmoe": {"intermediate_size": 33, "num_experts": 7},
-}
-
-
-def depends_on_place(weight):
-    """Whether a row's product with ``weight`` has other bits at another row of the reference."""
-    torch.manual_seed(0)
-    row = torch.randn(weight.shape[1])
-    with torch.no_grad():
-        found = torch.nn.functional.linear(
-            row.expand(CONFIG.reference_rows, -1).contiguous(), weight
-        )
-    return not all(torch.equal(found[0], other) for other in found)
-
-
-@pytest.mark.parametrize("family", first(1, ODD, 1))
-def test_odd_sizes(family):
-    """transformers' default cannot run these experts: the message names them and what does. So is
-    a router named where torch mixes rows of such a width (fp32 on AVX2 without AVX-512)."""
-    model = tiny(family, **ODD[family])
+def test_experts_that_transformers_default_cannot_run():
+    """The message names them and what does."""
+    model = tiny("mixtral", hidden_size=34, intermediate_size=48, num_local_experts=3)
     with pytest.raises(RuntimeError, match="strides"), torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
     named = r"layers\.0\.mlp\.experts.*strides.*set_experts_implementation"
     with pytest.raises(UnsupportedModelError, match=named):
         Engine(model)
     model.set_experts_implementation("eager")
-    params = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
     with Engine(model, config=CONFIG) as engine:
-        if depends_on_place(model.model.layers[0].mlp.gate.weight):
-            with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.gate: linear: at 16 rows"):
-                engine.generate([[1, 2, 3]], params)
-            return
-        alone = bits(solo(engine, ([1, 2, 3], params)))
-        others = crowd(random.Random(2), 4)
-        outputs = engine.generate(*zip(*[([1, 2, 3], params), *others], strict=True))
-        assert bits(outputs[0]) == alone
+        params = SamplingParams(max_new_tokens=6)
+        assert engine.generate([[1, 2, 3]], params)[0].completions[0].finish_reason == "length"
 
 
 def test_experts_with_an_unknown_part_are_not_served():

@@ -185,9 +185,6 @@ def double_a_scale(model):
         next(x for x in found if isinstance(x, torch.Tensor)).view(-1)[:4].mul_(2)
 
 
-KINDS = {"torchao": int8_weights, "int8": int8, "nf4": int4}
-
-
 def test_fingerprints_of_packed_weights(folder):
     prints = []
     for how in (int8_weights, int8, int4):

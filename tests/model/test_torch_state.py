@@ -186,15 +186,6 @@ def test_settings_around_an_engine(name):
         assert engine.fingerprint == fingerprint
 
 
-@pytest.mark.crossed(2)
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("name", ["autocast", "default device", "default dtype"])
-def test_settings_and_families(family, name):
-    engine, alone, _ = served(family)
-    with SETTINGS[name]():
-        assert bits_of(engine.generate(PROMPTS, PARAMS)) == alone
-
-
 # And families in which they do; llama has no linear that autocast knows.
 CHANGES_BITS = {
     "autocast": "gpt2",
@@ -202,6 +193,14 @@ CHANGES_BITS = {
     "function mode": "llama",
     "mkldnn bf16": "llama",
 }
+OTHERS = [("autocast", "gemma2"), ("default device", "gpt2"), ("default dtype", "gpt_neox")]
+
+
+@pytest.mark.parametrize(("name", "family"), OTHERS)
+def test_settings_and_families(name, family):
+    engine, alone, _ = served(family)
+    with SETTINGS[name]():
+        assert bits_of(engine.generate(PROMPTS, PARAMS)) == alone
 
 
 @pytest.mark.parametrize(("name", "family"), CHANGES_BITS.items())
@@ -227,23 +226,26 @@ def test_code_of_the_user_has_the_callers_modes():
         seen.append(torch.empty(1).is_meta)
         return False
 
-    params = SamplingParams(
-        max_new_tokens=3, logits_processors=[processor], stopping_criteria=[criterion]
-    )
+    code = {"logits_processors": [processor], "stopping_criteria": [criterion]}
     engine = served()[0]
-    with torch.device("meta"):
-        engine.generate([[1, 2, 3]], params)
-    assert seen == [True] * 6
-    engine.generate([[1, 2, 3]], params)
-    assert seen == [True] * 6 + [False] * 6
+    for meta in (True, False):
+        with torch.device("meta") if meta else nullcontext():
+            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, **code))
+        assert seen == [meta] * 6
+        seen.clear()
 
 
 UPWARDS = 0x800
+rounds = pytest.mark.skipif(not can_round(), reason="no rounding mode to set")
 
 
-def bits_beside_a_processor_that_rounds_upwards() -> tuple[list, list]:
-    """Bits of deterministic requests alone, and sampled in one step with a plain one whose
-    processor changes how the process rounds."""
+@rounds
+@pytest.mark.parametrize("ends", [True, False], ids=["", "control"])
+def test_what_code_of_the_user_sets_ends_with_it(ends, monkeypatch):
+    """Deterministic requests are sampled in one step with a plain one whose processor changes how
+    the process rounds."""
+    if not ends:
+        monkeypatch.setattr(processors, "callers_modes", nullcontext)
     engine, alone, _ = served()
 
     def processor(ids, scores):
@@ -253,23 +255,7 @@ def bits_beside_a_processor_that_rounds_upwards() -> tuple[list, list]:
     plain = SamplingParams(max_new_tokens=4, logits_processors=[processor])
     outputs = engine.generate([[5], *PROMPTS], [plain, *[PARAMS] * len(PROMPTS)])
     assert openmp.rounding_mode() == 0
-    return alone, bits_of(outputs[1:])
-
-
-rounds = pytest.mark.skipif(not can_round(), reason="no rounding mode to set")
-
-
-@rounds
-def test_what_code_of_the_user_sets_ends_with_it():
-    alone, beside = bits_beside_a_processor_that_rounds_upwards()
-    assert beside == alone
-
-
-@rounds
-def test_control_settings_of_a_processor_change_bits(monkeypatch):
-    monkeypatch.setattr(processors, "callers_modes", nullcontext)
-    alone, beside = bits_beside_a_processor_that_rounds_upwards()
-    assert beside != alone
+    assert (bits_of(outputs[1:]) == alone) is ends
 
 
 class Decoder:
