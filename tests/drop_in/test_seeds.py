@@ -117,22 +117,15 @@ def test_a_resumed_run_goes_on():
     assert list(run(range(2, 4), lambda step: 5 << 32)) != whole[2:]
 
 
-@WAYS
-def test_numbers_of_numpy_and_torch(way):
-    with patched(tiny()) as model:
-        expected = way(model, [PROMPT], seed=5, deterministic=False)
-        for number in (np.int64, torch.tensor):
-            given = {"seed": number(5), "deterministic": number(0) != 0}
-            model.generate.reseed(None)
-            assert way(model, [PROMPT], **given) == expected
-
-
 def test_an_argument_is_the_seed_of_every_row_and_seeds_are_recorded():
-    """It comes before all else; a recorded one repeats its row."""
+    """It comes before all else, also as numpy's or torch's; a recorded one repeats its row."""
     asked = config(seed=5, return_dict_in_generate=True)
     with patched(tiny()) as model:
         given = rows(model, [PROMPT] * 2, seed=7, **SAMPLED)
         assert given[0] == given[1]
+        for number in (np.int64, torch.tensor):
+            flags = {"seed": number(7), "deterministic": number(0) != 0}
+            assert rows(model, [PROMPT] * 2, **flags, **SAMPLED) == given
         found = model.generate([PROMPT] * 4, generation_config=asked)
         assert found.seeds == model.generate.seeds and len(set(found.seeds)) == 4
         tokens = found.sequences[:, len(PROMPT) :].tolist()

@@ -184,14 +184,10 @@ def test_stop_strings_equal_transformers(models, tokenizer):
         assert given.shape != full.shape or not torch.equal(given, full), "control"
 
 
-@pytest.mark.parametrize("source", ["kwargs", "config", "model"])
-def test_stop_strings_without_a_tokenizer(models, tokenizer, source):
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    settings = {"max_new_tokens": LONG}
-    if source == "kwargs":
-        settings["stop_strings"] = ["a"]
-    if source == "config":
-        settings["generation_config"] = GenerationConfig(stop_strings=["a"])
-    with defaults(models, stop_strings=["a"] if source == "model" else None):
-        ours, theirs = (listen(m.generate, **inputs, **settings) for m in models)
-    assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint
+def test_stop_strings_without_a_tokenizer(models, tokenizer):
+    asked = {**tokenizer(TEXTS[0], return_tensors="pt"), "max_new_tokens": LONG}
+    config = GenerationConfig(stop_strings=["a"])
+    for given in ({"stop_strings": ["a"]}, {"generation_config": config}, {}):
+        with defaults(models, stop_strings=None if given else ["a"]):
+            ours, theirs = (listen(m.generate, **asked, **given) for m in models)
+        assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint

@@ -1,13 +1,14 @@
-"""Training, changes, saving and loading around ``model.generate`` of a patched model.
-
-The next call sees every change; the oracle is an unpatched model with the same. What an engine does
-with each kind of change: tests/engine/test_changes.py."""
+"""Training around ``model.generate`` of a patched model: it evaluates, and the next call sees every
+step; and training sees the numbers that generation saw, over steps of an optimizer. What an engine
+does with each kind of change: tests/engine/test_changes.py."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.support.drop_in import PAD, greedy, patched, random_ids
+from tests.support.grpo import FAMILIES, PRECISIONS, steps
 from tests.support.tiny import tiny
 
 PROMPT = random_ids(11)
@@ -54,3 +55,15 @@ def test_a_loop_that_generates_between_steps():
     assert len({tuple(tokens) for tokens in found}) > 1
     assert len(ours) == len(plain)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.crossed(4)
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precision, lora):
+    if lora:
+        pytest.importorskip("peft")
+    found = steps(family, precision, 2, lora)
+    assert [step.exact for step in found] == [0.0] * 2
+    assert max(step.plain for step in found) > 0, "the control"

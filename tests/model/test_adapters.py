@@ -88,21 +88,6 @@ def test_adapters_in_layers(way):
 UNPROVEN = replace(CONFIG, linear="never")
 
 
-def fingerprint(model):
-    with Engine(model, config=UNPROVEN) as engine:
-        return engine.fingerprint
-
-
-def test_adapters_are_part_of_the_fingerprint():
-    torch.manual_seed(0)
-    first = lora()
-    torch.manual_seed(0)
-    same = lora()
-    seen = [fingerprint(model) for model in (tiny(), first, lora(), lora(use_rslora=True))]
-    assert len(set(seen)) == 4 and fingerprint(same) == seen[1]
-    assert fingerprint(first.get_base_model()) == seen[1], "the wrapper is not"
-
-
 def test_adapters_change_while_an_engine_is_open():
     model = lora()
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))

@@ -1,7 +1,7 @@
-"""Passes that need not be canonical run some linears by torch's default: no bit shows it.
+"""Stand-ins for linears: right, shared, and gone without a trace. Passes that need not be canonical
+run some by torch's default: no bit shows it.
 
-``quick`` makes that way split its sum elsewhere, whatever the CPU, and counts rows.
-"""
+``quick`` makes that way split its sum elsewhere, whatever the CPU, and counts rows."""
 
 import random
 from dataclasses import replace
@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tests.support.budget import first
 from tests.support.mixes import bits, crowd, needles, solo
-from tests.support.sensitive import two_sums
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears, two_sums
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.cpu_linears import (
     MKL_ROWS,
@@ -22,7 +24,9 @@ from tinyspec.model.cpu_linears import (
     CpuLinear,
     OneDnnLinear,
     TransposedLinear,
+    cpu_has,
 )
+from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.shadow import standing_in
 
 # Which linear, and the row counts that are quicker by torch's default.
@@ -121,3 +125,57 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
             engine.admission.prefix.pages[taken] = page
             engine.admission.prefix.keys[page] = taken
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)
+
+
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
+
+
+def served(model):
+    kinds = (OneDnnLinear, TransposedLinear, nn.Linear)
+    found = (next((k for k in kinds if isinstance(m, k)), None) for m in model.modules())
+    return [kind for kind in found if kind]
+
+
+def test_an_engine_serves_plain_linears_alone():
+    model = tiny()
+    before = served(model)
+    weights = {id(p) for p in model.parameters()}
+    with Engine(model) as engine:
+        assert set(served(engine.runner.model)) == {OneDnnLinear}
+        assert {id(p) for p in model.parameters()} == weights
+    assert served(model) == before
+    with Engine(tiny("llama", torch.bfloat16)) as engine:
+        assert set(served(engine.runner.model)) == {
+            TransposedLinear if cpu_has("amx_bf16") else nn.Linear
+        }
+
+
+def test_without_the_operator_linears_stay(monkeypatch):
+    """And the fingerprint says so, for the bits are others."""
+    params = SamplingParams(max_new_tokens=5, deterministic=True)
+    with Engine(tiny(), config=CONFIG) as engine:
+        first = engine.generate(prompts(3), params)[0]
+    monkeypatch.setattr(linears, "_works", lambda: False)
+    with Engine(tiny(), config=CONFIG) as engine:
+        assert set(served(engine.runner.model)) == {nn.Linear}
+        assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
+
+
+def test_what_is_not_a_plain_linear_stays():
+    whole, conv = tiny(), tiny("gpt2")
+    plain = (nn.Linear, Conv1D)
+    for model in (whole, conv):
+        linears = [module for module in model.modules() if isinstance(module, plain)]
+        assert [*kernel_stand_ins(model, linear)] == linears
+    assert kernel_stand_ins(replace_linears(tiny(), ShapeSensitiveLinear), linear) == {}
+
+    class Packed(torch.Tensor):
+        pass
+
+    hooked, patched, wide, packed = (nn.Linear(8, 8) for _ in range(4))
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = lambda x: x
+    wide.double()
+    packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
+    model = nn.Sequential(hooked, patched, wide, packed, nn.Linear(8, 8))
+    assert list(kernel_stand_ins(model, linear)) == [model[4]]

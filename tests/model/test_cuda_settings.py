@@ -83,14 +83,6 @@ def test_both_settings_of_a_precision():
     assert 0 < refused < len(CALLERS)
 
 
-def test_control_a_precision_by_operator_alone(monkeypatch):
-    """As it was: the older setting cannot be read in a pass."""
-    only = (torch_settings._precision("cuda", "matmul"), torch_settings._precision("cuda", "conv"))
-    monkeypatch.setattr(torch_settings, "_of_process", lambda: only)
-    with caller("high", True, ("tf32", "tf32", "tf32", "tf32")), pinned("cuda"):
-        assert older()[1:] == [None, None]
-
-
 REDUCTIONS = [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
 BOTH = [name for first in REDUCTIONS for name in (first, f"{first}_split_k")]
 # How to read one, how to change it, and what it is in a pass.

@@ -281,57 +281,16 @@ def test_other_rotations_are_not_the_kernels():
         assert set(ways(with_forward(STANDARD, rotate=rotate))) == {"interface"}, rotate
 
 
-def attention(kind="llama"):
-    model = tiny(kind)
-    return model, model.model.layers[0].self_attn
+def with_class(forward):
+    """How a module is served whose class has this forward."""
+    model = tiny("llama")
+    module = model.model.layers[0].self_attn
+    module.__class__ = type("LlamaAttention", (LlamaAttention,), {"forward": forward})
+    return ways(model)[0]
 
 
-def test_what_runs_is_what_is_tried():
-    """A decorated forward, one of the module's own, another rotation in its module."""
-    model, module = attention()
-    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
-    assert ways(model) == ["interface", "fused"]
-
-    def subclass(forward):
-        model, module = attention()
-        module.__class__ = type("LlamaAttention", (LlamaAttention,), {"forward": forward})
-        return ways(model)[0]
-
-    forward = LlamaAttention.forward
-    assert subclass(forward) == "fused"
-    assert subclass(wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))) == "fused"
-
-    def scaled(self, *args, **kwargs):
-        out, weights = forward(self, *args, **kwargs)
-        return out * 0.3, weights
-
-    # Tried and run with what is around it; one that keeps its function elsewhere calls it as it is.
-    assert subclass(wraps(forward)(scaled)) == "deferred"
-    kept = [forward]
-    elsewhere = wraps(forward)(lambda *args, **given: kept[0](*args, **given))
-    assert subclass(elsewhere) == "fused"
-
-    def swapped(q, k, cos, sin, unsqueeze_dim=1):
-        return k.repeat(1, 2, 1, 1), q[:, ::2]
-
-    inside = unwrap(forward)
-    scope = {**inside.__globals__, ropes.ROTATE: swapped}
-    assert subclass(FunctionType(inside.__code__, scope)) == "interface"
-
-
-def test_norms_of_another_kind_are_not_fused():
-    """Of another formula, with another epsilon for k, with a forward of its own."""
-    changes = {
-        "layer norm": lambda module: setattr(module, "k_norm", nn.LayerNorm(module.head_dim)),
-        "epsilon": lambda module: setattr(module.k_norm, "variance_epsilon", 1e-5),
-        "forward": lambda module: setattr(module.k_norm, "forward", lambda states: states),
-    }
-    model, _ = attention("qwen3")
-    assert ways(model)[0] == "fused"
-    for change in changes.values():
-        model, module = attention("qwen3")
-        change(module)
-        assert ways(model) == ["deferred", *["fused"] * (len(ways(model)) - 1)]
+def swapped(q, k, cos, sin, unsqueeze_dim=1):
+    return k.repeat(1, 2, 1, 1), q[:, ::2]
 
 
 class Rotation(nn.Module):
@@ -341,9 +300,47 @@ class Rotation(nn.Module):
         return apply_rotary_pos_emb(*args, **kwargs)
 
 
-def test_a_rotation_that_the_kernels_library_wrapped():
+def test_what_runs_is_what_is_tried():
+    """A decorated forward, one of the module's own, another rotation in its module."""
+    model = tiny("llama")
+    module = model.model.layers[0].self_attn
+    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+    assert ways(model) == ["interface", "fused"]
+
+    forward = LlamaAttention.forward
+
+    def scaled(self, *args, **kwargs):
+        out, weights = forward(self, *args, **kwargs)
+        return out * 0.3, weights
+
+    assert with_class(forward) == "fused"
+    assert with_class(wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))) == "fused"
+    # Tried and run with what is around it; one that keeps its function elsewhere calls it as it is.
+    assert with_class(wraps(forward)(scaled)) == "deferred"
+    kept = [forward]
+    assert with_class(wraps(forward)(lambda *args, **given: kept[0](*args, **given))) == "fused"
+    inside = unwrap(forward)
+    scope = {**inside.__globals__, ropes.ROTATE: swapped}
+    assert with_class(FunctionType(inside.__code__, scope)) == "interface"
     v_scaled, _ = EQUAL["v scaled"]
     assert set(ways(with_forward(v_scaled, rotate=Rotation()))) == {"deferred"}
+
+
+OTHER_NORMS = [
+    lambda module: setattr(module, "k_norm", nn.LayerNorm(module.head_dim)),
+    lambda module: setattr(module.k_norm, "variance_epsilon", 1e-5),
+    lambda module: setattr(module.k_norm, "forward", lambda states: states),
+]
+
+
+def test_norms_of_another_kind_are_not_fused():
+    """Of another formula, with another epsilon for k, with a forward of its own."""
+    assert ways(tiny("qwen3"))[0] == "fused"
+    for change in OTHER_NORMS:
+        model = tiny("qwen3")
+        change(model.model.layers[0].self_attn)
+        first, *others = ways(model)
+        assert first == "deferred" and set(others) == {"fused"}
 
 
 # What 64 rows did not show

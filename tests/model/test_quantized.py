@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.cases import facts_of
 from tests.support.loading import (
     CONFIG,
     DETERMINISTIC,
@@ -246,21 +245,6 @@ def test_a_first_deterministic_request(folder, how):
 
 
 # Proofs on packed weights of other numbers
-
-
-@pytest.mark.slow("crosses", 2)
-@pytest.mark.parametrize("name", PROVEN)
-def test_the_same_facts_for_other_numbers(folder, name, tmp_path):
-    other = tiny(seed=1)
-    for name_of, parameter in other.named_parameters():
-        if "mlp" in name_of:
-            parameter.data.zero_()
-    found = []
-    for weights in (saved(tmp_path, other), folder):
-        model = load(weights, quantization_config=PROVEN[name]())
-        with Engine(model, config=CONFIG) as engine:
-            found.append(facts_of(engine))
-    assert found[0] == found[1]
 
 
 class Packed(nn.Module):

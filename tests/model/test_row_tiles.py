@@ -18,7 +18,6 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.sensitive import two_sums
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.determinism import linear_modes
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.linears import RowTiles
 
@@ -122,12 +121,3 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
         assert bits(done[request_id]) == alone
     assert sum(record.left_out == 2 for record in passes) > 3
     assert all(record.way for record in passes if record.canonical and record.bucket > 16)
-
-
-def test_no_tile_begins_where_a_new_tensor_would_not(breaks_above, monkeypatch):
-    """There a library might choose another kernel than was probed: larger buckets are left out."""
-    monkeypatch.setitem(linear_modes.ALIGNED, "cpu", 1 << 16)
-    with Engine(tiny(dtype=torch.bfloat16), config=CONFIG) as engine:
-        results = engine.contract.probe(attention_rows=1)
-        assert results.tiled == () and max(results.canonical) == 16
-        assert all("lm_head" in b.broken_by for b in results.buckets if b.rows > 16)
