@@ -1,5 +1,5 @@
-"""Processors and criteria written for a batch see and give what they do in transformers; of calls
-with them that are cut off nothing is left."""
+"""Processors and criteria written for a batch see and give what they do in transformers. What they
+raise: tests/drop_in/test_streamers.py."""
 
 import copy
 import random
@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from tests.support import zoo
 from tests.support.drop_in import PAD, SMALL, patched
-from tests.support.hooks import AttentionRecorder, Boom, BoomError
+from tests.support.hooks import AttentionRecorder
 
 NEW = 16
 ROWS = zoo.prompts(5)
@@ -202,35 +202,6 @@ def test_rows_that_do_not_all_fit(limits, named, caplog):
     with patched(model, replace(SMALL, max_sequences=5)):
         generate(model, given, deterministic=True, logits_processor=[Matchers(5)])
         assert model.generate.stats().committed == 5 * NEW
-
-
-def same(one, other):
-    """Whether all that two calls returned has the same bits."""
-    pairs = zip((one.sequences, *one.scores), (other.sequences, *other.scores), strict=True)
-    return all(map(torch.equal, *zip(*pairs, strict=True)))
-
-
-@pytest.mark.crossed(2.0)
-@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("place", ["logits_processor", "stopping_criteria"])
-def test_nothing_is_left_of_a_call_that_is_cut_off(place, error):
-    """In its first step and later ones; the next call has the bits of any other."""
-    model, given = zoo.tiny("llama"), block(ROWS)
-    asked_for = {"deterministic": True, "seed": 3, "do_sample": True}
-    with patched(model, SMALL):
-        before = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
-        for step in (1, 6):
-            boom = Boom(error("mine"), step)
-            code = (
-                boom if place == "logits_processor" else lambda ids, _, boom=boom: boom(ids, None)
-            )
-            with pytest.raises(error, match="mine"):
-                generate(model, given, **asked_for, **{place: [code]})
-            engine = model.generate._engine
-            assert engine.pool.num_held == 0 and not len(engine.admission.table)
-            assert not engine.admission.waiting and not engine.has_unfinished()
-        after = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
-    assert same(before, after)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

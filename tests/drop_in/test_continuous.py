@@ -174,19 +174,18 @@ def test_a_base_of_seeds():
 
 def test_deterministic_bits_alone_and_in_a_crowd():
     """Control: this model's plain logits depend on the row count."""
-    cb = ContinuousBatchingConfig(return_logprobs=True)
+    asked = {"generation_config": config(**SAMPLED), "seed": 7}
+    logprobs = {"continuous_batching_config": ContinuousBatchingConfig(return_logprobs=True)}
     crowd = [random_ids(3 + n, n) for n in range(6)]
-
-    def answers(model, deterministic, others):
-        asked = {"deterministic": deterministic, "seed": 7}
-        prompts = PROMPTS[:2] + others
-        outputs = list(model.generate_batch(prompts, config(**SAMPLED), cb, **asked).values())
-        return [(o.generated_tokens, list(map(repr, o.logprobs))) for o in outputs[:2]]
-
     with patched(replace_linears(tiny(), ShapeSensitiveLinear)) as model:
-        alone = answers(model, True, [])
-        assert alone == answers(model, True, crowd)
-        given = config(**SAMPLED)
-        expected = rows(model, PROMPTS[:2], generation_config=given, seed=7, deterministic=True)
-        assert [row for row, _ in alone] == expected
-        assert answers(model, False, []) != answers(model, False, crowd)
+        for deterministic in (True, False):
+            asked = {"generation_config": config(**SAMPLED), "seed": 7}
+            asked["deterministic"] = deterministic
+            found = []
+            for others in ([], crowd):
+                outputs = model.generate_batch(PROMPTS[:2] + others, **asked, **logprobs)
+                made = list(outputs.values())[:2]
+                found.append([(o.generated_tokens, list(map(repr, o.logprobs))) for o in made])
+            assert (found[0] == found[1]) is deterministic
+            if deterministic:
+                assert [row for row, _ in found[0]] == rows(model, PROMPTS[:2], **asked)

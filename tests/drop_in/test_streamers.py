@@ -119,12 +119,18 @@ RAISED += [("streamer", 10**6, BoomError), ("streamers", 10**6, BoomError)]  # i
 
 @pytest.mark.parametrize("hook, at, kind", RAISED)
 def test_what_a_hook_raises_comes_out(hook, at, kind):
-    """The very exception, and the next call is served as if nothing had been."""
+    """The very exception, of a call of which nothing is left; the next one is served as if nothing
+    had been."""
     model, own = pair()
     error = kind("from the user's hook")
-    with pytest.raises(kind) as raised:
-        model.generate(SAME, **BASE, **HOOKS[hook](Boom(error, at)))
-    assert raised.value is error
+    for deterministic in (False, True):
+        with pytest.raises(kind) as raised:
+            asked = {**BASE, "deterministic": deterministic}
+            model.generate(SAME, **asked, **HOOKS[hook](Boom(error, at)))
+        assert raised.value is error
+    engine = model.generate._engine
+    assert engine.pool.num_held == 0 and not len(engine.admission.table)
+    assert not engine.admission.waiting and not engine.has_unfinished()
     assert torch.equal(model.generate(SAME, **BASE), own.generate(SAME, **BASE))
     assert torch.equal(model(SAME).logits, own(SAME).logits)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, DTYPES, normal, sensitive
+from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal, sensitive
 from tests.support.tolerances import assert_as_good_as_torch, within_units
 from tinyspec.kernels import launch
 from tinyspec.kernels import sample as kernel
@@ -190,28 +190,21 @@ def test_exact_when_forced_on_broken_rows(scorer: Callable) -> None:
 
 
 @both
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_row_invariant(scorer: Callable) -> None:
-    """Alone, moved, among huge and broken rows, further apart; whichever others are forced."""
-    rows, vocab = 5, 5003
-    args = case(rows, vocab)
-    forced = longs([-1 if r % 3 == 0 else 31 * r for r in range(rows)])
-    whole = [scorer(*args), scorer(*args, forced=forced)]
-    for r in range(rows):
-        mine = [x[r : r + 1].clone() for x in args]
-        others = forced.flip(0).clone()
-        others[r] = forced[r]
-        found = scorer(*mine), scorer(*mine, forced=forced[r : r + 1].clone())
-        crowd = [x[r : r + 1] for x in scorer(*args, forced=others)]
-        for own, expected in ((found[0], whole[0]), (found[1], whole[1]), (crowd, whole[1])):
-            assert all(torch.equal(a[0], b[r]) for a, b in zip(own, expected, strict=True))
-    order = longs([4, 0, 2, 1, 3])
-    moved = scorer(*(x[order] for x in args))
-    assert all(torch.equal(a, b[order]) for a, b in zip(moved, whole[0], strict=True))
-    wide = torch.full((rows, vocab + 13), NAN, device=DEVICE)
-    wide[:, :vocab] = args[0]
-    wide[1::2] = NAN
-    strided = scorer(wide[:, :vocab], *args[1:])
-    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(strided, whole[0], strict=True))
+    """Alone, moved, among huge and broken rows, cut out of wider ones; whichever are forced."""
+    logits, *others = case(4, 4100)
+    forced = longs([-1, 31, 62, -1])
+    numbered = torch.cat([logits, floats([[n] for n in range(4)])], dim=1)
+
+    def run(rows: Tensor, *given: Tensor) -> Tensor:
+        number = rows[:, -1].nan_to_num(0).clamp(0, 3).long()
+        more = {"forced": given[0][number]} if given else {}
+        found = scorer(rows[:, :-1], *(x[number] for x in others), **more)
+        return torch.stack([x.double() for x in found], dim=1)
+
+    assert_row_invariant(run, numbered)
+    assert_row_invariant(lambda rows: run(rows, forced), numbered)
 
 
 def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

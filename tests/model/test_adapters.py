@@ -13,7 +13,6 @@ from tests.support.loading import (
     CONFIG,
     PLAIN,
     PROMPTS,
-    alone_as_in_a_crowd,
     greedy,
     refused,
     serve,
@@ -121,20 +120,6 @@ def test_adapters_change_while_an_engine_is_open():
     assert without[0] == greedy(tiny()) and trained[0] == greedy(model)
     model.set_adapter("other")
     assert other[0] == greedy(model)
-
-
-def test_training_goes_on_afterwards():
-    """With gradient checkpointing, whose hook on the embedding asks for gradients."""
-    model = lora().train()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable()
-    ids = torch.tensor([PROMPTS[1]])
-    with Engine(model, config=CONFIG) as engine:
-        assert alone_as_in_a_crowd(engine)
-    assert all(module.training for module in model.modules())
-    model(ids, labels=ids).loss.backward()
-    grads = [p.grad for n, p in model.named_parameters() if "lora_" in n]
-    assert grads and all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
 # Refused

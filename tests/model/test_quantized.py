@@ -156,8 +156,7 @@ def test_what_no_probe_can_prove_is_refused(folder, make):
     with Engine(model, config=CONFIG) as engine:
         with pytest.raises(DeterminismError, match=UNPROVABLE[make]):
             engine.generate(PROMPTS, DETERMINISTIC)
-        plain = engine.generate([PROMPTS[0]], PLAIN)
-        assert len(tokens(plain)[0]) == 8
+        assert len(tokens(engine.generate([PROMPTS[0]], PLAIN))[0]) == 8
         report = doctor(engine)
         assert not report and NAME in report.problems[0]
         if make in (one_scale, outliers):  # control
@@ -242,9 +241,6 @@ def test_a_first_deterministic_request(folder, how):
         ids = torch.tensor([PROMPTS[1]])
         model(input_ids=ids, labels=ids).loss.backward()
         assert all(p.grad.isfinite().all() for n, p in model.named_parameters() if "lora_" in n)
-
-
-# Proofs on packed weights of other numbers
 
 
 class Packed(nn.Module):
