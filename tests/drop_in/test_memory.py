@@ -1,7 +1,5 @@
 """Memory of a patched model: no copy of a weight; pages for what a call asks, kept, grown, given
-back; and one pass.
-
-Controls: what is looked for is seen where it is: a copy, pages that are kept."""
+back; and one pass."""
 
 from __future__ import annotations
 
@@ -74,18 +72,8 @@ def test_no_weight_is_copied(family, dtype, only_new):
         assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
     assert large_tensors(least) == before
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
-
-
-def test_control_a_copy_is_seen(only_new):
-    model = tiny()
-    least = min(p.nbytes for p in model.parameters() if p.ndim > 1)
-    before = large_tensors(least)
     kept = model.lm_head.weight.detach().clone()
-    assert large_tensors(least) - before == {kept.data_ptr()}
-    watch, twice = watched(lambda: torch.cat([kept, kept]))
-    assert watch.live == watch.most == twice.nbytes
-    del twice
-    assert watch.live == 0
+    assert large_tensors(least) - before == {kept.data_ptr()}, "control"
 
 
 def test_patching_takes_no_pages_and_calls_give_them_back():
