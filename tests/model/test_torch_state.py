@@ -29,6 +29,7 @@ CONFIG = EngineConfig(reference_rows=8, max_rows=32)
 # The last one is longer than a tile of attention.
 PROMPTS = [text(length) for length in (1, 17, 150)]
 C = torch._C
+META = torch.device("meta")
 
 
 @contextmanager
@@ -71,8 +72,9 @@ def inside_of_grad() -> Iterator[None]:
         C._functorch._grad_decrement_nesting()
 
 
-def default_device() -> torch.device:
-    return torch.empty(0).device
+def default_device() -> torch.device | None:
+    """None: not set."""
+    return META if torch.empty(0).is_meta else None
 
 
 def precision(operator: str) -> tuple[Callable, Callable]:
@@ -93,7 +95,6 @@ def deterministic() -> tuple[Callable, Callable]:
     return torch.is_deterministic_algorithms_warn_only_enabled, put
 
 
-META = torch.device("meta")
 # A getter, a setter, a value that passes do not have; or a context.
 PINNED: dict[str, Any] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
