@@ -149,9 +149,8 @@ def test_completions_and_scores(dtype):
             rows = [row + one.token_ids for row, one in zip(given, made, strict=True)]
             ids, mask = padded(rows, "right")
             logits = f.unpadded(model(ids, attention_mask=mask).logits.float(), mask)
-            whole = engine.score(
-                [row[:1] for row in rows], [row[1:] for row in rows], DETERMINISTIC
-            )
+            parts = [row[:1] for row in rows], [row[1:] for row in rows]
+            whole = engine.score(*parts, DETERMINISTIC)
             for row, x, one, scores in zip(rows, logits, made, whole, strict=True):
                 forced = torch.tensor(row[1:])
                 found = kernels.sample(x[:-1], None, None, None, forced=forced)[1].tolist()
