@@ -4,8 +4,7 @@ around the call, or in the model's forward, where accelerate's mixed precision h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +19,12 @@ from tests.support.budget import first
 from tests.support.drop_in import SMALL, patched, prepared
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 
-DIFFERENTIATED = ("qwen3", "llama", "gpt2", "qwen3_moe")
-FAMILIES = ("gpt2", "qwen3_moe", "gemma3_text", "qwen3", "llama", "phi3", "gpt_oss")
+# And how linears are served.
+FAMILIES = [("gpt2", "never"), ("qwen3_moe", "auto"), ("llama", "always")]
+FAMILIES += [(kind, "auto") for kind in ("gemma3_text", "qwen3", "phi3", "gpt_oss")]
 # Of one length: plain gpt2 pads otherwise than it answers alone.
 PROMPTS = torch.tensor([prompt[:12] for prompt in zoo.prompts(40) if len(prompt) >= 12][:6])
+TWO = PROMPTS[:2]
 WRITTEN: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
 
 
@@ -53,15 +54,16 @@ def far(found: Tensor, other: Tensor) -> float:
     return float((found - other).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("kind", first(2, FAMILIES, 4))
-def test_near_transformers_under_the_same_autocast(kind):
-    """Nearer to it than to fp32, deterministic and plain; its logits have bf16's bits. Without
-    autocast they are fp32's as ever."""
+@pytest.mark.parametrize("case", first(3, FAMILIES, 4), ids=str)
+def test_near_transformers_under_the_same_autocast(case):
+    """Nearer to it than to fp32, deterministic and plain; its logits have bf16's bits, alone and in
+    a crowd. Without autocast they are fp32's as ever."""
+    kind, linear = case
     model = zoo.tiny(kind)
     in_fp32 = first_logits(model, PROMPTS)
     with bf16():
         own, tokens = first_logits(model, PROMPTS), answer(model, PROMPTS).sequences
-    with patched(model):
+    with patched(model, replace(SMALL, linear=linear)):
         for settings in ({}, {"deterministic": True}):
             with bf16():
                 found = first_logits(model, PROMPTS, **settings)
@@ -70,16 +72,10 @@ def test_near_transformers_under_the_same_autocast(kind):
             assert torch.equal(found, found.bfloat16().float())
             assert same.float().mean() > 0.9
             assert far(first_logits(model, PROMPTS, **settings), in_fp32) < far(in_fp32, own) / 1000
-
-
-@pytest.mark.parametrize("kind", first(3, FAMILIES, 3))
-def test_rows_alone_and_in_a_crowd(kind):
-    model = zoo.tiny(kind)
-    with patched(model, SMALL), bf16():
-        alone = torch.cat([bits(model, row[None]) for row in PROMPTS])
-        assert torch.equal(bits(model, PROMPTS), alone)
-        assert torch.equal(bits(model, PROMPTS.flip(0)).flip(0), alone)
-        assert not model.generate._engine.contract.results.unsound
+        with bf16():
+            alone = torch.cat([bits(model, row[None]) for row in PROMPTS])
+            assert torch.equal(bits(model, PROMPTS.flip(0)).flip(0), alone)
+            assert not model.generate._engine.contract.results.unsound
 
 
 def test_control_plain_rows_differ_in_a_crowd():
@@ -92,24 +88,13 @@ def test_control_plain_rows_differ_in_a_crowd():
             assert torch.equal(bits(model, PROMPTS, **given), alone) is deterministic
 
 
-@pytest.mark.parametrize("kind, linear", [("llama", "always"), ("gpt2", "never")])
-def test_linears_by_the_kernel_and_without_it(kind, linear):
-    """Both in the precision of the call, whichever operators run."""
-    model = zoo.tiny(kind)
-    in_fp32 = first_logits(model, PROMPTS)
-    with bf16():
-        own = first_logits(model, PROMPTS)
-        with patched(model, replace(SMALL, linear=linear)):
-            found = first_logits(model, PROMPTS)
-    assert far(found, own) < min(far(in_fp32, own), far(found, in_fp32))
-
-
 def test_the_fingerprint_has_the_dtype():
+    """As the engines of both precisions follow the weights, and are closed together."""
     model, other = zoo.tiny("qwen3"), zoo.tiny("qwen3")
     with patched(model), patched(other):
         without = model.generate.fingerprint
         with bf16():
-            in_bf16 = model.generate.fingerprint
+            in_bf16, before = model.generate.fingerprint, bits(model, TWO)
             assert in_bf16 == other.generate.fingerprint != without
             parts = model.generate._engine.contract.current_fingerprint().parts
         assert parts["autocast"] == "bfloat16"
@@ -117,72 +102,63 @@ def test_the_fingerprint_has_the_dtype():
             assert model.generate.fingerprint not in (without, in_bf16)
         assert model.generate.fingerprint == without
         assert "autocast" not in model.generate._engine.contract.current_fingerprint().parts
-        assert [engine.autocast for engine in model.generate._engines.values()] == [
-            *(None, torch.bfloat16, torch.float16)
-        ]
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_accelerates_prepare_before_and_after_patch(kind):
-    """With the bits and the fingerprint of autocast around the call."""
-    model, before = zoo.tiny(kind), prepared(zoo.tiny(kind))
-    with patched(model), patched(before):
-        in_fp32 = bits(model, PROMPTS[:2])
+        engines = list(model.generate._engines.values())
+        assert [engine.autocast for engine in engines] == [None, torch.bfloat16, torch.float16]
+        for each in (model, other):
+            with torch.no_grad():
+                each.lm_head.weight.mul_(1.25)
+        found = bits(model, TWO)
         with bf16():
-            expected, fingerprint = bits(model, PROMPTS[:2]), model.generate.fingerprint
-        assert not torch.equal(expected, in_fp32)
-        prepared(model)
-        for each in (model, before):
-            assert torch.equal(bits(each, PROMPTS[:2]), expected)
-            assert each.generate.fingerprint == fingerprint
-        del model.forward
-        assert torch.equal(bits(model, PROMPTS[:2]), in_fp32)
+            assert torch.equal(bits(model, TWO), bits(other, TWO))
+            assert not torch.equal(bits(model, TWO), before)
+        assert torch.equal(bits(other, TWO), found)
+        model.generate.release()
+        assert not any(engine.runner.holds_memory for engine in engines)
+    assert [engine.closed for engine in engines] == ["closed"] * 3
 
 
-def test_accelerates_prepare_of_an_adapters_wrapper():
-    """Whose forward is not the model's own."""
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(zoo.tiny("llama"), lora).eval()
-    with patched(model):
-        in_fp32 = bits(model, PROMPTS[:2])
-        with bf16():
-            expected = bits(model, PROMPTS[:2])
-        assert not torch.equal(expected, in_fp32)
-        assert torch.equal(bits(prepared(model), PROMPTS[:2]), expected)
-
-
-def off_within_on(model: PreTrainedModel) -> None:
+def off_within_on(model: Any) -> None:
     model.forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(model.forward)
 
 
-def of_another_device(model: PreTrainedModel) -> None:
+def of_another_device(model: Any) -> None:
     """Which does nothing on a CPU."""
     model.forward = torch.autocast("cuda", torch.bfloat16)(model.forward)
 
 
+def adapted() -> Any:
+    """A wrapper, whose forward is not the model's own."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(zoo.tiny("llama"), lora).eval()
+
+
+# A model, what is put around its forward, and whether its calls are then in bf16, without autocast
+# around them and with it.
+WRAPPED = {
+    "prepared": (lambda: zoo.tiny("gpt2"), prepared, (True, True)),
+    "an adapter's wrapper prepared": (adapted, prepared, (True, True)),
+    "off within on": (lambda: zoo.tiny("llama"), off_within_on, (False, False)),
+    "of another device": (lambda: zoo.tiny("llama"), of_another_device, (False, True)),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-@pytest.mark.parametrize("wrap", [off_within_on, of_another_device], ids=lambda w: w.__name__)
-def test_the_innermost_of_the_models_device_counts(wrap: Callable[[PreTrainedModel], None]):
-    model = zoo.tiny("llama")
+@pytest.mark.parametrize("make, wrap, in_bf16", WRAPPED.values(), ids=WRAPPED)
+def test_autocast_in_the_forward_of_a_patched_model(make, wrap, in_bf16):
+    """With the bits of autocast around the call; the innermost of the model's device counts."""
+    model = make()
     with patched(model):
-        without = bits(model, PROMPTS[:2])
+        expected = {False: bits(model, TWO)}
         with bf16():
-            on = bits(model, PROMPTS[:2])
+            expected[True] = bits(model, TWO)
+        assert not torch.equal(*expected.values())
         wrap(model)
-        assert torch.equal(bits(model, PROMPTS[:2]), without)
+        assert torch.equal(bits(model, TWO), expected[in_bf16[0]])
         with bf16():
-            inside = bits(model, PROMPTS[:2])
-        assert torch.equal(inside, without if wrap is off_within_on else on)
-
-
-@contextmanager
-def with_forward(model: Any) -> Iterator[None]:
-    tinyspec.patch(model, SMALL, deterministic=True, forward=True)
-    try:
-        yield
-    finally:
-        tinyspec.unpatch(model)
+            assert torch.equal(bits(model, TWO), expected[in_bf16[1]])
+        del model.forward
+        assert torch.equal(bits(model, TWO), expected[False])
 
 
 def backward(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,14 +169,16 @@ def backward(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return out.logits, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", first(1, DIFFERENTIATED, 3))
+@pytest.mark.parametrize("kind", first(1, ["qwen3", "llama", "gpt2", "qwen3_moe"], 5))
 def test_the_forward_has_generations_logits(kind):
-    """In the precision of the call, and gradients as near to fp32's as the model's own are."""
-    model = zoo.tiny(kind)
+    """In the precision of the call, and gradients as near to fp32's as the model's own are; the
+    same where layers are computed again, with the backward under autocast and without, and, in
+    fp32, where accelerate has prepared the model."""
+    model = zoo.tiny(kind).train()
     _, exact = backward(model)
     with bf16():
         own_logits, own = backward(model)
-    with with_forward(model):
+    with patched(model, SMALL, deterministic=True, forward=True):
         for precision in (bf16(), nullcontext()):
             with precision:
                 written = answer(model, PROMPTS, eos_token_id=None)
@@ -208,87 +186,44 @@ def test_the_forward_has_generations_logits(kind):
                 assert torch.equal(found.float(), torch.stack(written.logits, 1).float())
         with bf16():
             logits, gradients = backward(model)
-    assert logits.dtype == own_logits.dtype == torch.bfloat16
+            model.gradient_checkpointing_enable()
+            again, recomputed = backward(model)
+            model.zero_grad()
+            loss = model(PROMPTS, labels=PROMPTS).loss
+        loss.backward()
+        outside = {name: p.grad.clone() for name, p in model.named_parameters()}
+        wrapped, of_wrapped = backward(prepared(model))
+    assert torch.equal(again, logits) and torch.equal(wrapped, logits.float())
+    assert logits.dtype == own_logits.dtype == torch.bfloat16 and wrapped.dtype == torch.float32
     assert logits.requires_grad and gradients.keys() == exact.keys()
     for name, gradient in gradients.items():
         assert gradient.dtype == exact[name].dtype and gradient.any()
         assert far(gradient, exact[name]) <= 2 * far(own[name], exact[name]) + 1e-9, name
-
-
-@pytest.mark.parametrize("kind", first(1, ["llama", "qwen3_moe"], 6))
-def test_layers_that_are_computed_again(kind):
-    """Gradient checkpointing, with the backward under autocast and without."""
-    model = zoo.tiny(kind).train()
-    with with_forward(model):
-        with bf16():
-            logits, kept = backward(model)
-            model.gradient_checkpointing_enable()
-            again, gradients = backward(model)
-            model.zero_grad()
-            loss = model(PROMPTS, labels=PROMPTS).loss
-        loss.backward()
-    assert torch.equal(again, logits)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(gradients[name], kept[name])
-        assert torch.equal(parameter.grad, kept[name])
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before patch", "after patch"])
-def test_accelerates_prepare_and_the_forward(before):
-    """Whose logits are in fp32, with the bits of autocast around the call."""
-    model, other = zoo.tiny("qwen3"), zoo.tiny("qwen3")
-    if before:
-        prepared(model)
-    with with_forward(model), with_forward(other):
-        if not before:
-            prepared(model)
-        logits, gradients = backward(model)
-        with bf16():
-            expected, expected_gradients = backward(other)
-    assert logits.dtype == torch.float32 and torch.equal(logits, expected.float())
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, expected_gradients[name])
+        for other in (recomputed, outside, of_wrapped):
+            assert torch.equal(other[name], gradient), name
     with bf16():  # the model's own again
-        assert torch.equal(model(PROMPTS).logits, other(PROMPTS).logits.float())
+        assert torch.equal(model(PROMPTS).logits, own_logits.float())
 
 
 def test_a_block_keeps_the_precision_in_which_it_begins():
-    model, ids = zoo.tiny("llama"), PROMPTS[:2]
+    model = zoo.tiny("llama")
     with patched(model, SMALL), bf16():
-        expected = first_logits(model, ids, deterministic=True)
+        expected = first_logits(model, TWO, deterministic=True)
     with bf16(), tinyspec.canonical(model, SMALL):
-        assert torch.equal(model(ids).logits[:, -1].float(), expected)
+        assert torch.equal(model(TWO).logits[:, -1].float(), expected)
         with (
             torch.autocast("cpu", enabled=False),
             pytest.raises(ValueError, match=r"autocast=None is not allowed: torch\.bfloat16"),
         ):
-            model(ids)
+            model(TWO)
     with (
         tinyspec.canonical(model, SMALL),
         bf16(),
         pytest.raises(ValueError, match=r"autocast=torch\.bfloat16 is not allowed: None"),
     ):
-        model(ids)
+        model(TWO)
     with tinyspec.canonical(prepared(model), SMALL):
-        assert torch.equal(model(ids).logits[:, -1], expected)
-
-
-def test_both_precisions_follow_the_weights():
-    model, other = zoo.tiny("llama"), zoo.tiny("llama")
-    with patched(model), patched(other):
-        for _ in range(2):
-            for each in (model, other):
-                with torch.no_grad():
-                    each.lm_head.weight.mul_(1.25)
-            found = [bits(model, PROMPTS[:2])]
-            with bf16():
-                found.append(bits(model, PROMPTS[:2]))
-                assert torch.equal(bits(other, PROMPTS[:2]), found[1])
-            assert torch.equal(bits(other, PROMPTS[:2]), found[0])
-        model.generate.release()
-        assert not any(e.runner.holds_memory for e in model.generate._engines.values())
-        engines = list(model.generate._engines.values())
-    assert [engine.closed for engine in engines] == ["closed"] * 2
+        assert torch.equal(model(TWO).logits[:, -1], expected)
 
 
 def test_what_is_not_served_is_transformers_own_affair(caplog):

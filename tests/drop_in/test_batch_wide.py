@@ -1,6 +1,7 @@
-"""Processors and criteria written for a batch see and give what they do in transformers; of calls
-with them that are cut off nothing is left."""
+"""Processors and criteria written for a batch see and give what they do in transformers. What they
+raise: tests/drop_in/test_streamers.py."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from tests.support import zoo
 from tests.support.drop_in import PAD, SMALL, patched
-from tests.support.hooks import AttentionRecorder, Boom, BoomError
+from tests.support.hooks import AttentionRecorder
 
 NEW = 16
 ROWS = zoo.prompts(5)
@@ -61,26 +62,22 @@ def generate(model, given, **settings):
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_as_in_transformers(count, eos):
     """Ids and scores that the code sees, finished rows included, and what comes out."""
-    model, width = zoo.tiny("llama"), max(map(len, ROWS[:count])) + (count == 1)
+    own = zoo.tiny("llama")
+    width = max(map(len, ROWS[:count])) + (count == 1)
     given, found = block(ROWS[:count], width), []
-    for served in (False, True):
-        criterion, matchers = UntilSequences(width, count), Matchers(count)
-        code = {"stopping_criteria": [criterion], "logits_processor": [matchers]}
-        if served:
-            with patched(model, SMALL):
-                out = generate(model, given, eos_token_id=eos, **code)
-                assert model.generate.stats().committed > 0
-        else:
-            out = generate(model, given, eos_token_id=eos, **code)
-        found.append((out, criterion, matchers))
-    (own, *theirs), (out, *ours) = found
-    assert torch.equal(own.sequences, out.sequences)
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert mine.seen == expected.seen
-    for mine, expected in zip(
-        (*ours[1].scores, *out.scores), (*theirs[1].scores, *own.scores), strict=True
-    ):
-        assert torch.allclose(mine, expected, atol=1e-4)
+    with patched(copy.deepcopy(own), SMALL) as model:
+        for each in (own, model):
+            criterion, matchers = UntilSequences(width, count), Matchers(count)
+            code = {"stopping_criteria": [criterion], "logits_processor": [matchers]}
+            found.append((generate(each, given, eos_token_id=eos, **code), criterion, matchers))
+        assert model.generate.stats().committed > 0
+    (theirs, *judged), (ours, *called) = found
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert [one.seen for one in called] == [one.seen for one in judged]
+    scores = zip(
+        (*called[1].scores, *ours.scores), (*judged[1].scores, *theirs.scores), strict=True
+    )
+    assert all(torch.allclose(mine, expected, atol=1e-4) for mine, expected in scores)
 
 
 class RowWise(LogitsProcessor):
@@ -101,50 +98,39 @@ class OfOthers(LogitsProcessor):
 def test_rows_keep_their_bits_whatever_the_others_are(kind, kept):
     """At an equal number of rows and an equal length; the control is code that reads others."""
     model, width, rng = zoo.tiny("llama"), max(map(len, ROWS)), random.Random(0)
-    same = []
+    found = []
     with patched(model, SMALL):
-        for _ in range(3):
-            others = [[rng.randrange(2, 60) for _ in range(rng.randint(3, width))] for _ in ROWS]
-            place = rng.randrange(len(ROWS))
-            rows = [*others[:place], ROWS[0], *others[place + 1 :]]
-            out = generate(
-                model,
-                block(rows, width),
-                deterministic=True,
-                do_sample=True,
-                seed=[7 if n == place else n for n in range(len(rows))],
-                logits_processor=[kind()],
-            )
+        for place in (0, 4, 2):
+            rows = [[rng.randrange(2, 60) for _ in range(rng.randint(3, width))] for _ in ROWS]
+            rows[place], seeds = ROWS[0], list(range(len(rows)))
+            seeds[place] = 7
+            asked = {"deterministic": True, "do_sample": True, "seed": seeds}
+            out = generate(model, block(rows, width), logits_processor=[kind()], **asked)
             scores = torch.stack([step[place] for step in out.scores])
-            same.append((out.sequences[place], scores))
-    first, *others = same
-    equal = [all(map(torch.equal, first, other)) for other in others]
+            found.append(torch.cat([out.sequences[place].float(), scores.flatten()]))
+    equal = [torch.equal(found[0], other) for other in found[1:]]
     assert all(equal) if kept else not all(equal)
 
 
 def test_more_rows_than_a_canonical_pass_and_called_once_a_step():
-    """Deterministic rows wait for each other over several passes; nothing is called for a draft."""
+    """Deterministic rows wait for each other over several passes; nothing is called for a draft,
+    and a streamer gets a token of its row a step."""
     model = zoo.tiny("llama")
     rows = [row[:17] for row in zoo.prompts(24)]
-    given, matchers = block(rows), Matchers(len(rows))
+    given, matchers, streamers = block(rows), Matchers(24), [AttentionRecorder() for _ in rows]
     with patched(model, SMALL):
-        out = generate(model, given, deterministic=True, logits_processor=[matchers])
-        few = generate(model, block(rows), deterministic=True, logits_processor=[Matchers(24)])
+        code = {"logits_processor": [matchers], "streamer": streamers}
+        out = generate(model, given, deterministic=True, **code)
+        few = generate(model, given, deterministic=True, logits_processor=[Matchers(24)])
     assert [len(ids[0]) for ids in matchers.seen] == list(range(17, 17 + NEW))
     assert matchers.seen[-1] == out.sequences[:, :-1].tolist()
     assert torch.equal(out.sequences, few.sequences)
+    for streamer, made in zip(streamers, out.sequences[:, -NEW:].tolist(), strict=True):
+        assert streamer.puts[-1] == "end" and streamer.tokens[-NEW:] == made
 
 
 class Alone(Matchers):
     """Refuses to be called for several rows."""
-
-    def __call__(self, input_ids, scores):
-        assert input_ids.shape[0] == 1 and input_ids[0, 0] != PAD
-        return super().__call__(input_ids, scores)
-
-
-class Stateless(RowWise):
-    stateless = True
 
     def __call__(self, input_ids, scores):
         assert input_ids.shape[0] == 1 and input_ids[0, 0] != PAD
@@ -159,50 +145,38 @@ def test_a_list_for_each_prompt_and_stateless_code_see_one_row():
         assert all(processor.seen for (processor,) in each)
         alone = generate(model, {"input_ids": [ROWS[1]]}, logits_processor=[Alone(1)])
         assert torch.equal(out.sequences[1, -NEW:], alone.sequences[0, -NEW:])
-        generate(model, given, logits_processor=[Stateless()])
+        stateless = Alone(1)
+        stateless.stateless = True  # it says so itself
+        generate(model, given, logits_processor=[stateless])
         with pytest.raises(AssertionError):
             generate(model, given, logits_processor=[Alone(1)])
-
-
-def test_refusals_by_name():
-    model, given, code = zoo.tiny("llama"), block(ROWS), {"logits_processor": [RowWise()]}
-    with patched(model, SMALL):
-        with pytest.raises(ValueError, match="deterministic"):
-            generate(model, given, deterministic=[True, *[False] * 4], **code)
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            generate(model, given, max_new_tokens=[1, 2, 3, 4, 5], **code)
-        assert model.generate.stats().committed == 0
 
 
 def misshapen(ids, scores):
     return torch.zeros(3, dtype=torch.bool) if scores is None else scores[:2]
 
 
-def test_what_it_raises_is_raised_and_the_next_call_runs():
-    model, given = zoo.tiny("llama"), block(ROWS)
+REFUSED = {
+    "^deterministic": {"deterministic": [True, *[False] * 4]},
+    r"^max_new_tokens=.*one value": {"max_new_tokens": [1, 2, 3, 4, 5]},
+    r"max_new_tokens=.*one value": {"max_length": [66, 67, 67, 67, 67], "max_new_tokens": None},
+}
+
+
+def test_refusals_by_name_and_lengths_by_default():
+    model, given = zoo.tiny("llama"), block(ROWS, 64)
+    asked = {"max_new_tokens": None, "pad_token_id": PAD}
+    own = model.generate(**given, **asked, logits_processor=[Matchers(5)])
     with patched(model, SMALL):
-        for name in ("logits_processor", "stopping_criteria"):
-            with pytest.raises(BoomError, match="mine"):
-                generate(model, given, **{name: [Boom(BoomError("mine"), 1)]})
+        for message, wrong in REFUSED.items():
+            with pytest.raises(ValueError, match=message):
+                generate(model, given, logits_processor=[RowWise()], **wrong)
+        assert model.generate.stats().committed == 0
         with pytest.raises(ValueError, match="scores of shape"):
             generate(model, given, logits_processor=[misshapen])
         with pytest.raises(ValueError, match=r"shape \(3,\) for 5 rows"):
             model.generate(**given, max_new_tokens=2, stopping_criteria=[misshapen])
-        out = generate(model, given, logits_processor=[RowWise()])
-    assert torch.equal(
-        out.sequences, generate(model, given, logits_processor=[RowWise()]).sequences
-    )
-
-
-def test_lengths_by_default_and_lists_of_them():
-    model, given = zoo.tiny("llama"), block(ROWS[:3], 64)
-    asked = {"max_new_tokens": None, "pad_token_id": PAD}
-    own = model.generate(**given, **asked, logits_processor=[Matchers(3)])
-    with patched(model, SMALL):
-        assert torch.equal(model.generate(**given, **asked, logits_processor=[Matchers(3)]), own)
-        for lengths in ({"max_new_tokens": [3, 4, 4]}, {"max_length": [66, 67, 67]}):
-            with pytest.raises(ValueError, match=r"^max_new_tokens=.*one value"):
-                model.generate(**given, **asked | lengths, logits_processor=[Matchers(3)])
+        assert torch.equal(model.generate(**given, **asked, logits_processor=[Matchers(5)]), own)
 
 
 PAGES = -(-(max(map(len, ROWS)) + NEW) // 8)
@@ -228,48 +202,6 @@ def test_rows_that_do_not_all_fit(limits, named, caplog):
     with patched(model, replace(SMALL, max_sequences=5)):
         generate(model, given, deterministic=True, logits_processor=[Matchers(5)])
         assert model.generate.stats().committed == 5 * NEW
-
-
-def test_streamers_get_a_token_of_every_row_a_step():
-    model = zoo.tiny("llama")
-    streamers = [AttentionRecorder() for _ in ROWS]
-    with patched(model, SMALL):
-        code = {"deterministic": True, "logits_processor": [Matchers(5)]}
-        out = generate(model, block(ROWS), streamer=streamers, **code)
-    for n, streamer in enumerate(streamers):
-        assert (
-            streamer.puts[-1] == "end"
-            and streamer.tokens[-NEW:] == out.sequences[n, -NEW:].tolist()
-        )
-
-
-def same(one, other):
-    """Whether all that two calls returned has the same bits."""
-    pairs = zip((one.sequences, *one.scores), (other.sequences, *other.scores), strict=True)
-    return all(map(torch.equal, *zip(*pairs, strict=True)))
-
-
-@pytest.mark.crossed(2.0)
-@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("place", ["logits_processor", "stopping_criteria"])
-def test_nothing_is_left_of_a_call_that_is_cut_off(place, error):
-    """In its first step and later ones; the next call has the bits of any other."""
-    model, given = zoo.tiny("llama"), block(ROWS)
-    asked_for = {"deterministic": True, "seed": 3, "do_sample": True}
-    with patched(model, SMALL):
-        before = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
-        for step in (1, 6):
-            boom = Boom(error(), step)
-            code = (
-                boom if place == "logits_processor" else lambda ids, _, boom=boom: boom(ids, None)
-            )
-            with pytest.raises(error):
-                generate(model, given, **asked_for, **{place: [code]})
-            engine = model.generate._engine
-            assert engine.pool.num_held == 0 and not len(engine.admission.table)
-            assert not engine.admission.waiting and not engine.has_unfinished()
-        after = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
-    assert same(before, after)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

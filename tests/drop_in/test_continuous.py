@@ -5,9 +5,7 @@ depend on the row count show in plain requests."""
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from dataclasses import fields
 
 import pytest
@@ -15,16 +13,13 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-import tinyspec
 from tests.support.drop_in import (
     PAD,
-    SMALL,
     AfterEven,
     AtMultiples,
     greedy,
     own,
     patched,
-    portrait,
     random_ids,
 )
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
@@ -66,8 +61,7 @@ def test_outputs_are_transformers_own(served):
         assert {field.name for field in fields(output)} <= vars(output).keys()
         assert output.prompt_ids == PROMPTS[number // 2] and output.seed == 4 + number // 2
         assert (output.status, output.error) == (FINISHED, None)
-        assert len(output.logprobs) == 8
-        assert max(output.logprobs) <= 0
+        assert len(output.logprobs) == 8 and max(output.logprobs) <= 0
         begun, ended = output.lifespan
         assert output.created_time <= begun < ended
     plain = served.generate_batch(PROMPTS[:1], given)["req_0"]
@@ -76,19 +70,14 @@ def test_outputs_are_transformers_own(served):
 
 
 def test_tokens_are_those_of_generate(served):
-    """Greedy ones of transformers' own; of a seed in an argument, in a config, of torch's."""
-    found = served.generate_batch(PROMPTS, config())
-    assert tokens(found.values()) == [greedy(own(), prompt) for prompt in PROMPTS]
-    for given, more in (
-        (config(**SAMPLED), {"seed": 3}),
-        (config(**SAMPLED), {}),
-    ):
+    """Of a seed in an argument, and of torch's. Greedy ones: below."""
+    for more in ({"seed": 3}, {}):
         torch.manual_seed(0)
-        expected = rows(served, generation_config=given, **more)
+        expected = rows(served, generation_config=config(**SAMPLED), **more)
         torch.manual_seed(0)
-        found = served.generate_batch(PROMPTS, given, **more)
+        found = served.generate_batch(PROMPTS, config(**SAMPLED), **more)
         assert tokens(found.values()) == expected
-    assert expected != rows(served, generation_config=given, seed=3)
+    assert expected != rows(served, generation_config=config(**SAMPLED), seed=3)
 
 
 def test_what_continuous_batching_ignores_is_honoured(served):
@@ -102,9 +91,7 @@ def test_what_continuous_batching_ignores_is_honoured(served):
     ):
         found = tokens(served.generate_batch(PROMPTS, config(), **settings).values())
         assert found[0] != plain[0]
-        for row, prompt in zip(found, PROMPTS, strict=True):
-            expected = greedy(own(), prompt, **settings)
-            assert row == expected
+        assert found == [greedy(own(), prompt, **settings) for prompt in PROMPTS]
     sampled = config(do_sample=True, temperature=5.0, max_new_tokens=1)
     top = own()(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(50).indices.tolist()
     for seed in range(5):
@@ -139,34 +126,36 @@ def test_processors_are_called_for_each_row_alone(served):
     assert {len(ids) for ids in seen} == {3} and {len(ids[0]) for ids in seen} == set(range(12, 20))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"prompt": []}, ValueError, r"input_ids\[1\]=\[\]"),
-        ({"prompt": "text"}, ValueError, "input_ids="),
-        ({"prompt": [1, 2.5]}, ValueError, r"prompt\[1\]=2.5"),
-        ({"prompt": [1, 128]}, ValueError, "prompt token id=128"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
-        ({"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
-        ({"no_such": 1}, NotImplementedError, "no_such"),
-        ({"record_timestamps": True}, NotImplementedError, "record_timestamps"),
-        ({"seed": -1}, ValueError, "seed=-1"),
-        ({"streamer": object()}, ValueError, "streamer"),
-        ({"inputs_embeds": torch.ones(1, 2, 3)}, NotImplementedError, "inputs_embeds"),
-        ({"num_beams": 2}, NotImplementedError, "beam"),
-        ({"num_beams": 2, "deterministic": True}, NotImplementedError, "beam"),
-        ({"max_new_tokens": 10_000, "deterministic": True}, NotImplementedError, "positions"),
-        ({"max_time": 1.0, "deterministic": True}, ValueError, "max_time"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+WRONG = [
+    ({"prompt": []}, ValueError, r"input_ids\[1\]=\[\]"),
+    ({"prompt": "text"}, ValueError, "input_ids="),
+    ({"prompt": [1, 2.5]}, ValueError, r"prompt\[1\]=2.5"),
+    ({"prompt": [1, 128]}, ValueError, "prompt token id=128"),
+    ({"seed": -1}, ValueError, "seed=-1"),
+    ({"streamer": object()}, ValueError, "streamer"),
+    ({"no_such": 1}, NotImplementedError, "no_such"),
+    ({"inputs_embeds": torch.ones(1, 2, 3)}, NotImplementedError, "inputs_embeds"),
+    ({"num_beams": 2}, NotImplementedError, "beam"),
+    ({"max_new_tokens": 10_000}, NotImplementedError, "positions"),
+]
+
+
+def raises(ids, scores):
+    raise KeyError("mine")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_bad_requests_name_the_field(served, wrong, error, message):
-    """Nothing of what is not served runs elsewhere."""
-    settings = {"prompt": PROMPTS[0], **wrong}
-    prompt = settings.pop("prompt")
-    with pytest.raises(error, match=message):
-        served.generate_batch([PROMPTS[0], prompt], **settings)
+def test_bad_requests_name_the_field(served):
+    """Nothing of what is not served runs elsewhere, and a request that fails raises."""
+    for wrong, error, message in WRONG:
+        settings = {"prompt": PROMPTS[0], **wrong}
+        prompt = settings.pop("prompt")
+        with pytest.raises(error, match=message):
+            served.generate_batch([PROMPTS[0], prompt], **settings)
+    with pytest.raises(KeyError, match="mine"):
+        served.generate_batch(PROMPTS, config(), logits_processor=[raises])
+    found = served.generate_batch(PROMPTS, config(), progress_bar=True)
+    assert tokens(found.values()) == [greedy(own(), prompt) for prompt in PROMPTS]
 
 
 def test_a_base_of_seeds():
@@ -185,43 +174,18 @@ def test_a_base_of_seeds():
 
 def test_deterministic_bits_alone_and_in_a_crowd():
     """Control: this model's plain logits depend on the row count."""
-    cb = ContinuousBatchingConfig(return_logprobs=True)
+    asked = {"generation_config": config(**SAMPLED), "seed": 7}
+    logprobs = {"continuous_batching_config": ContinuousBatchingConfig(return_logprobs=True)}
     crowd = [random_ids(3 + n, n) for n in range(6)]
-
-    def answers(model, deterministic, others):
-        asked = {"deterministic": deterministic, "seed": 7}
-        prompts = PROMPTS[:2] + others
-        outputs = list(model.generate_batch(prompts, config(**SAMPLED), cb, **asked).values())
-        return [(o.generated_tokens, list(map(repr, o.logprobs))) for o in outputs[:2]]
-
     with patched(replace_linears(tiny(), ShapeSensitiveLinear)) as model:
-        alone = answers(model, True, [])
-        assert alone == answers(model, True, crowd)
-        given = config(**SAMPLED)
-        expected = rows(model, PROMPTS[:2], generation_config=given, seed=7, deterministic=True)
-        assert [row for row, _ in alone] == expected
-        assert answers(model, False, []) != answers(model, False, crowd)
-
-
-def test_a_request_that_fails_raises(served):
-    def raises(ids, scores):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        served.generate_batch(PROMPTS, config(), logits_processor=[raises])
-    found = served.generate_batch(PROMPTS, config(), progress_bar=True)
-    assert tokens(found.values()) == [greedy(own(), prompt) for prompt in PROMPTS]
-
-
-def test_unpatched_it_is_transformers_own():
-    model = tiny()
-    before = portrait(model)
-    tinyspec.patch(model, SMALL, deterministic=True)
-    assert model.generate_batch(PROMPTS[:1], deterministic=False)["req_0"].is_finished()
-    with pytest.raises(NotImplementedError, match="beam"):
-        model.generate_batch(PROMPTS, num_beams=2)
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    tinyspec.unpatch(model)
-    assert portrait(model) == before
-    for one in (model, *copies):
-        assert one.generate_batch.__func__ is type(model).generate_batch
+        for deterministic in (True, False):
+            asked = {"generation_config": config(**SAMPLED), "seed": 7}
+            asked["deterministic"] = deterministic
+            found = []
+            for others in ([], crowd):
+                outputs = model.generate_batch(PROMPTS[:2] + others, **asked, **logprobs)
+                made = list(outputs.values())[:2]
+                found.append([(o.generated_tokens, list(map(repr, o.logprobs))) for o in made])
+            assert (found[0] == found[1]) is deterministic
+            if deterministic:
+                assert [row for row, _ in found[0]] == rows(model, PROMPTS[:2], **asked)

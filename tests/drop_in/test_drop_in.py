@@ -1,5 +1,6 @@
-"""``model.generate`` of a patched model decodes as transformers' own does, setting by setting, and
-refuses what it refuses, in its words."""
+"""``model.generate`` of a patched model decodes as transformers' own does, setting by setting,
+returns what it returns, takes its settings from where it takes them, and refuses what it refuses,
+in its words."""
 
 import copy
 
@@ -9,14 +10,13 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import (
     EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
 )
 
@@ -27,8 +27,11 @@ from tests.support.judge import (
     FAMILIES,
     MASK,
     NEW,
+    PAD,
     ROWS,
     by_row,
+    close,
+    defaults,
     greedy,
     joined,
     listen,
@@ -54,8 +57,6 @@ PROCESSORS = {
     "repetition-penalty": lambda g: {"repetition_penalty": 3.0},
     "suppress": lambda g: {"suppress_tokens": [row[2] for row in g]},
     "sequence-bias": lambda g: {"sequence_bias": {(g[0][1],): -20.0, (g[1][0], 9): 30.0}},
-    "sequence-bias-lists": lambda g: {"sequence_bias": [[[g[0][1]], -20.0], [[g[3][0], 9], 30.0]]},
-    "forced-eos": lambda g: {"forced_eos_token_id": 12},
     "forced-eos-list": lambda g: {"forced_eos_token_id": [12, 13], "max_new_tokens": 5},
     "eos-list": lambda g: {"eos_token_id": [g[0][4], g[1][2], g[3][6]]},
     "eos-is-pad": lambda g: {"eos_token_id": g[0][4], "pad_token_id": g[0][4]},
@@ -70,11 +71,6 @@ PROCESSORS = {
         "repetition_penalty": 1.1,
         "logits_processor": [RepetitionPenaltyLogitsProcessor(4.0)],
     },
-    "custom-least": lambda g: {
-        "eos_token_id": [row[1] for row in g],
-        "min_new_tokens": 2,
-        "logits_processor": [SuppressTokensLogitsProcessor([g[0][0]])],
-    },
     "custom-warper-greedy": lambda g: {
         "repetition_penalty": 2.0,
         "logits_processor": [TemperatureLogitsWarper(0.1), Backwards()],
@@ -86,10 +82,6 @@ PROCESSORS = {
     },
     "criterion-of-scores": lambda g: {**DICT, "stopping_criteria": [Sure()]},
     "criterion-eos": lambda g: {"stopping_criteria": [EosTokenCriteria(g[0][4])]},
-    "criterion-eos-instead": lambda g: {
-        "eos_token_id": g[0][1],
-        "stopping_criteria": [EosTokenCriteria(torch.tensor([g[0][4], g[1][2]]))],
-    },
     "criterion-time": lambda g: {"stopping_criteria": [MaxTimeCriteria(9.0, 0.0)]},
     "no-time": lambda g: {"max_time": 0.0},
     "max-length": lambda g: {"max_length": 21, "max_new_tokens": None},
@@ -102,7 +94,6 @@ QUIET = {
     "greedy": lambda g: {},
     "eos-negative-in-list": lambda g: {"eos_token_id": [-1, 500]},
     "warpers-not-sampling": lambda g: {"temperature": 0.3, "top_k": 3, "top_p": 0.4, "min_p": 0.3},
-    "typical-not-sampling": lambda g: {"typical_p": 0.5, "top_h": 0.5, "eta_cutoff": 0.1},
     "sample-top-k-1": lambda g: {"do_sample": True, "top_k": 1},
     "sample-nearly-0": lambda g: {"do_sample": True, "temperature": 1e-9},
     "numpy-numbers": lambda g: {
@@ -114,9 +105,6 @@ QUIET = {
     "inert": lambda g: {"length_penalty": 2.0, "early_stopping": True, "num_beams": 1},
     "no-invalid-values": lambda g: {"remove_invalid_values": True},
     "no-cache": lambda g: {"use_cache": False},
-    "min-of-type": lambda g: {
-        "logits_processor": [MinNewTokensLengthLogitsProcessor(5, 6, 1)],
-    },
 }
 
 
@@ -160,13 +148,8 @@ def test_tokens_equal_transformers(family, name):
 
 def test_arguments_by_place():
     """In the order that transformers has them."""
-    model, own = pair()
-    config = GenerationConfig(**BASE)
-    given, judged = (
-        m.generate(one(ROWS[0]), config, [Backwards()], [Until(12)], lambda row, ids: [3, 7])
-        for m in (model, own)
-    )
-    assert torch.equal(given, judged)
+    more = (GenerationConfig(**BASE), [Backwards()], [Until(12)], lambda row, ids: [3, 7])
+    assert torch.equal(*(model.generate(one(ROWS[0]), *more) for model in pair()))
 
 
 ROW = one(ROWS[0])
@@ -174,85 +157,150 @@ BAD = {
     "trust-remote-code": {"trust_remote_code": False},
     "typo": {"max_new_token": 5},
     "temperature-0": {"temperature": 0.0, "do_sample": True},
-    "top-k-negative": {"top_k": -1, "do_sample": True},
-    "sequences-greedy": {"num_return_sequences": 2},
     "max-length-below-prompt": {"max_length": 3, "max_new_tokens": None},
     "both-inputs": {"inputs": ROW},
     "embeds-2-d": {"inputs_embeds": torch.zeros(5, 64)},
     "penalty-negative": {"repetition_penalty": -1.0},
-    "penalty-int": {"repetition_penalty": 2},
-    "ngram-float": {"no_repeat_ngram_size": 1.5},
     "bad-words-empty": {"bad_words_ids": []},
-    "bias-outside": {"sequence_bias": {(VOCAB + 1,): 5.0}},
     "forced-bos-outside": {"forced_bos_token_id": VOCAB + 1},
     "min-length-negative": {"min_length": -2, "eos_token_id": 3},
     "decay-without-eos": {"exponential_decay_length_penalty": (2, 1.5)},
-    "eos-float": {"eos_token_id": 2.5},
     "pad-negative": {"pad_token_id": -1},
     "criteria-not-a-list": {"stopping_criteria": lambda ids, scores: False},
     "stop-strings": {"stop_strings": ["a"]},
     "cache-unknown": {"cache_implementation": "nonsense"},
-    "early-stopping-unknown": {"early_stopping": "maybe"},
     "beams-and-streamer": {"num_beams": 2, "streamer": object()},
-    "sequences-assisted": {
-        "prompt_lookup_num_tokens": 3,
-        "num_return_sequences": 2,
-        "do_sample": True,
-    },
 }
 
 
 # Where transformers stumbles over an argument, tinyspec may name it instead.
-STUMBLES = {
-    "config-dict": ("generation_config", {"generation_config": {"max_new_tokens": 3}}),
-    "processor-not-callable": ("logits_processor", {"logits_processor": [5]}),
-    "assistant-is-text": ("assistant_model", {"assistant_model": "gpt2"}),
-    "processor-not-a-list": ("logits_processor", {"logits_processor": LogitsProcessor()}),
-    "lookup-0": ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 0}),
-    "processor-wrong-shape": ("shape", {"logits_processor": [lambda ids, scores: scores[0]]}),
-    "ids-outside": ("prompt token id", {"input_ids": torch.tensor([[3, VOCAB + 5]])}),
-    "ids-negative": ("prompt token id", {"input_ids": torch.tensor([[3, -5]])}),
-    "ids-float": ("prompt", {"input_ids": torch.tensor([[3.0, 5.0]])}),
-    "ids-empty": ("input_ids", {"input_ids": torch.zeros(1, 0, dtype=torch.long)}),
-    "ids-3-d": ("input_ids", {"input_ids": torch.ones(1, 2, 3, dtype=torch.long)}),
-}
+STUMBLES = [
+    ("generation_config", {"generation_config": {"max_new_tokens": 3}}),
+    ("logits_processor", {"logits_processor": [5]}),
+    ("assistant_model", {"assistant_model": "gpt2"}),
+    ("logits_processor", {"logits_processor": LogitsProcessor()}),
+    ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 0}),
+    ("shape", {"logits_processor": [lambda ids, scores: scores[0]]}),
+    ("prompt token id", {"input_ids": torch.tensor([[3, VOCAB + 5]])}),
+    ("prompt token id", {"input_ids": torch.tensor([[3, -5]])}),
+    ("prompt", {"input_ids": torch.tensor([[3.0, 5.0]])}),
+    ("input_ids", {"input_ids": torch.zeros(1, 0, dtype=torch.long)}),
+    ("input_ids", {"input_ids": torch.ones(1, 2, 3, dtype=torch.long)}),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_raise_as_transformers(name):
-    settings = {"input_ids": ROW, **BASE, **BAD[name]}
-    ours, theirs = (listen(m.generate, **copy.deepcopy(settings)) for m in pair())
-    if theirs.error is None:
-        assert ours.error is None and torch.equal(ours.result, theirs.result)
-    assert ours.complaint == theirs.complaint
-    assert ours.lines == theirs.lines
+def test_bad_arguments_raise_as_transformers():
+    for name, bad in BAD.items():
+        settings = {"input_ids": ROW, **BASE, **bad}
+        ours, theirs = (listen(m.generate, **copy.deepcopy(settings)) for m in pair())
+        if theirs.error is None:
+            assert ours.error is None and torch.equal(ours.result, theirs.result), name
+        assert ours.complaint == theirs.complaint, name
+        assert ours.lines == theirs.lines, name
 
 
-@pytest.mark.parametrize("name", STUMBLES)
-def test_what_transformers_stumbles_over_is_named(name):
-    argument, settings = STUMBLES[name]
-    ours, theirs = (listen(m.generate, **{"input_ids": ROW, **BASE, **settings}) for m in pair())
-    assert theirs.error is not None and ours.error is not None
-    named = isinstance(ours.error, ValueError) and argument in str(ours.error)
-    assert named or type(ours.error) is type(theirs.error)
+def test_what_transformers_stumbles_over_is_named():
     model, own = pair()
+    for argument, settings in STUMBLES:
+        asked = {"input_ids": ROW, **BASE, **settings}
+        ours, theirs = (listen(m.generate, **asked) for m in (model, own))
+        assert theirs.error is not None and ours.error is not None, settings
+        named = isinstance(ours.error, ValueError) and argument in str(ours.error)
+        assert named or type(ours.error) is type(theirs.error), settings
     assert torch.equal(model.generate(ROW, **BASE), own.generate(ROW, **BASE))
 
 
-PER_REQUEST = {
-    "too-few": {"max_new_tokens": [3, 4]},
-    "too-many-seeds": {"seed": [1, 2, 3], "do_sample": True},
-    "shared": {"pad_token_id": [0, 1, 2, 3]},
-    "seed": {"seed": -1, "do_sample": True},
-    "seed-text": {"seed": "one", "do_sample": True},
-    "deterministic": {"deterministic": "yes"},
-    "deterministic-count": {"deterministic": [True]},
+PER_REQUEST = [
+    {"max_new_tokens": [3, 4]},
+    {"seed": [1, 2, 3], "do_sample": True},
+    {"pad_token_id": [0, 1, 2, 3]},
+    {"seed": -1, "do_sample": True},
+    {"seed": "one", "do_sample": True},
+    {"deterministic": "yes"},
+    {"deterministic": [True]},
+]
+
+
+def test_bad_values_of_what_only_tinyspec_has_are_named():
+    for settings in PER_REQUEST:
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            pair()[0].generate(ROWS, **BASE | settings)
+
+
+def test_dict_outputs_equal_transformers():
+    model, own = pair()
+    settings = lambda: {  # noqa: E731
+        **BASE,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "eos_token_id": [greedy()[0][4], greedy()[3][6]],
+        "repetition_penalty": 1.2,
+        "suppress_tokens": [5, 6],
+    }
+    given = model.generate(BLOCK, attention_mask=MASK, **settings())
+    judged = by_row(own, ROWS, settings)
+    assert type(given) is type(judged[0]) is GenerateDecoderOnlyOutput
+    assert torch.equal(given.sequences, joined(BLOCK, ROWS, judged))
+    longest = given.sequences.shape[1] - BLOCK.shape[1]
+    for name in ("scores", "logits"):
+        steps = getattr(given, name)
+        assert isinstance(steps, tuple) and len(steps) == longest
+        assert all(step.shape == (len(ROWS), VOCAB) for step in steps)
+        for number, output in enumerate(judged):
+            theirs = getattr(output, name)
+            ours = tuple(step[number : number + 1] for step in steps[: len(theirs)])
+            assert close(ours, theirs)
+            assert not close(ours, tuple(step + 1e-2 for step in theirs)), "control"
+    assert given.attentions is None and given.hidden_states is None
+    bare = model.generate(BLOCK, attention_mask=MASK, **BASE, return_dict_in_generate=True)
+    assert bare.scores is None and bare.logits is None
+
+
+def test_return_sequences_equal_transformers():
+    (model, own), count = pair(), 3
+    settings = lambda: {  # noqa: E731
+        **BASE,
+        "do_sample": True,
+        "top_k": 1,
+        "num_return_sequences": count,
+        "eos_token_id": greedy()[0][3],
+    }
+    given = model.generate(BLOCK, attention_mask=MASK, **settings())
+    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, settings)))
+    wanted = {**settings(), "return_dict_in_generate": True, "output_scores": True}
+    steps = model.generate(BLOCK, attention_mask=MASK, **wanted).scores
+    assert all(step.shape == (count * len(ROWS), VOCAB) for step in steps)
+    hot = model.generate(
+        BLOCK, attention_mask=MASK, **settings() | {"top_k": 0, "temperature": 3.0}
+    )
+    assert not torch.equal(hot[0], hot[1])
+
+
+LAYERS = {
+    "kwargs-over-config": ({"max_new_tokens": 3}, {"max_new_tokens": 5}, {"max_new_tokens": 7}),
+    "config-fills-in": ({"repetition_penalty": 9.0, "max_new_tokens": 4}, {"max_length": 30}, {}),
+    "model-max-length-and-new": ({"max_length": 11}, None, {"max_new_tokens": 9}),
+    "model-dict": ({"return_dict_in_generate": True, "output_logits": True}, None, {}),
+    "min-both": ({"min_length": 9, "eos_token_id": 5}, None, {"min_new_tokens": 3}),
+    "none-over-eos": ({"eos_token_id": greedy()[0][4]}, None, {"eos_token_id": None}),
+    "none-over-lists": ({"suppress_tokens": [greedy()[0][1]]}, None, {"suppress_tokens": None}),
+    "custom-entry": ({}, {"max_new_tokens": 6, "my_own_entry": 3}, {}),
 }
 
 
-@pytest.mark.parametrize("settings", PER_REQUEST.values(), ids=PER_REQUEST)
-def test_bad_values_of_what_only_tinyspec_has_are_named(settings):
-    model, _ = pair()
-    name = next(iter(settings))
-    with pytest.raises(ValueError, match=name):
-        model.generate(ROWS, **BASE | settings)
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_settings_are_merged_as_transformers_merges_them(layers):
+    of_model, of_config, of_call = layers
+    with defaults(pair(), pad_token_id=PAD, **of_model):
+        heard = []
+        for model in pair():
+            config = None if of_config is None else GenerationConfig(**of_config)
+            kept = copy.deepcopy(config), copy.deepcopy(model.generation_config)
+            heard.append(listen(model.generate, one(ROWS[0]), generation_config=config, **of_call))
+            assert (config, model.generation_config) == kept
+    ours, theirs = heard
+    assert ours.complaint == theirs.complaint and ours.lines == theirs.lines
+    assert type(ours.result) is type(theirs.result)
+    if theirs.error is None:
+        assert torch.equal(*(getattr(each.result, "sequences", each.result) for each in heard))

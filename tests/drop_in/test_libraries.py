@@ -1,13 +1,12 @@
 """What people put around a model, and run on top of ``model.generate``, works as it is: PEFT,
-torch.compile, pipelines, methods over its forward. TRL's trainers: tests/integrations.
+torch.compile, pipelines, training loops. TRL's trainers: tests/integrations. Results are those of
+an unpatched model. And training sees the numbers that generation saw, over steps of an optimizer.
 
-Results are those of an unpatched model."""
+What an engine does with each kind of change: tests/engine/test_changes.py."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import types
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tinyspec
 from tests.support.drop_in import PAD, greedy, own, patched, random_ids
+from tests.support.grpo import FAMILIES, PRECISIONS, steps
 from tests.support.tiny import tiny
 from tinyspec.tools.demo import BUNDLED
 
@@ -30,50 +30,41 @@ def generate(model, **settings):
 
 @pytest.fixture
 def adapted():
-    """A LoRA model whose adapter makes a difference."""
+    """A LoRA model with two adapters that make a difference."""
     peft = pytest.importorskip("peft")
-    names = ["q_proj", "v_proj", "up_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=names, init_lora_weights=False)
     torch.manual_seed(0)
-    return peft.get_peft_model(tiny(), config).eval()
+    given = {"r": 4, "lora_alpha": 32, "init_lora_weights": False}
+    first = peft.LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], **given)
+    model = peft.get_peft_model(tiny(), first)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["o_proj", "q_proj"], **given))
+    return model.eval()
 
 
-def test_an_adapter_in_its_wrapper(adapted):
+def test_an_adapter_in_its_wrapper(adapted, caplog):
+    """One for each row is transformers' own affair: PEFT's hooks are on the layers for that call,
+    and the next one is served."""
     twin = copy.deepcopy(adapted)
     expected = generate(twin)
     tinyspec.patch(adapted)
     assert torch.equal(generate(adapted), expected)
     with adapted.disable_adapter(), twin.disable_adapter():
         bare = generate(twin)
-        assert torch.equal(generate(adapted), bare)
-        assert not torch.equal(bare, expected)
-    assert torch.equal(generate(adapted), expected)
+        assert torch.equal(generate(adapted), bare) and not torch.equal(bare, expected)
     alone = adapted.generate(IDS[:1], max_new_tokens=12, deterministic=True)
     assert torch.equal(generate(adapted, deterministic=True)[:1], alone)
-    tinyspec.unpatch(adapted)
-    assert "generate" not in vars(adapted.get_base_model())
+    names = ["__base__", "default"]
+    mixed = generate(twin, adapter_names=names)
+    assert not torch.equal(mixed, expected)
+    assert torch.equal(generate(adapted, adapter_names=names), mixed)
+    assert "transformers' own generate runs" in caplog.text
+    before = copy.copy(adapted.get_base_model().generate.stats())
     assert torch.equal(generate(adapted), expected)
-
-
-def test_an_adapter_for_each_row_is_transformers_own_affair(adapted, caplog):
-    """PEFT's hooks are on the layers for that call; the next one is served."""
-    peft = pytest.importorskip("peft")
-    names = ["o_proj", "q_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=names, init_lora_weights=False)
-    adapted.add_adapter("other", config)
-    twin = copy.deepcopy(adapted)
-    tinyspec.patch(adapted)
-    for names in (["default", "other"], ["__base__", "default"]):
-        expected = generate(twin, adapter_names=names)
-        assert not torch.equal(expected, generate(twin))
-        before = copy.copy(adapted.get_base_model().generate.stats())
-        assert torch.equal(generate(adapted, adapter_names=names), expected)
-        assert "transformers' own generate runs" in caplog.text
-        assert torch.equal(generate(adapted), generate(twin))
-        assert adapted.get_base_model().generate.stats() != before, "served"
+    assert adapted.get_base_model().generate.stats() != before, "served"
     # After an error PEFT leaves its hooks where they are.
     with pytest.raises(NotImplementedError, match="deterministic"):
         generate(adapted, adapter_names=names, deterministic=True)
+    tinyspec.unpatch(adapted)
+    assert "generate" not in vars(adapted.get_base_model())
 
 
 def test_compiled():
@@ -84,7 +75,7 @@ def test_compiled():
     assert torch.equal(generate(outer), expected)
     assert model.generate.stats().committed > 0
     tinyspec.unpatch(outer)
-    assert "generate" not in vars(model) and torch.equal(generate(outer), expected)
+    assert "generate" not in vars(model)
 
 
 TEXTS = ["User: What is 2 + 3?\nBot:", "Once upon a time", "User: Tell me a story.\nBot:"]
@@ -96,112 +87,102 @@ CHATS = [
         {"role": "user", "content": "Tell me a story about a fox."},
     ],
 ]
-GREEDY = {"max_new_tokens": 16, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    loaded = AutoTokenizer.from_pretrained(BUNDLED)
-    loaded.padding_side = "left"
-    return loaded
-
-
-def bundled():
-    return AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return bundled()
-
-
-@pytest.fixture(scope="module")
-def model():
-    with patched(bundled()) as model:
-        yield model
-
-
-@pytest.mark.parametrize(
-    "asked, arguments",
-    [
-        (TEXTS, {"batch_size": 2, "repetition_penalty": 1.3}),
-        (TEXTS, {"return_tensors": True}),
-        (CHATS, {"batch_size": 3, "return_full_text": False}),
-    ],
-    ids=["texts", "tensors", "chats"],
+ASKED = (
+    (TEXTS, {"batch_size": 2, "repetition_penalty": 1.3}),
+    (TEXTS, {"return_tensors": True}),
+    (CHATS, {"batch_size": 3, "return_full_text": False}),
 )
-def test_pipeline(model, plain, tokenizer, asked, arguments):
-    answers = []
-    for one in (model, plain):
-        pipe = pipeline("text-generation", model=one, tokenizer=tokenizer)
-        # Without lengths and modes of its own, a pipeline samples 256 tokens.
-        found = pipe(asked, **{**GREEDY, **arguments})
-        answers.append([pipe(asked[0], **{**GREEDY, **arguments}), *found])
-    assert answers[0] == answers[1]
-    assert model.generate.stats().committed > 0
 
 
-def test_a_pipeline_hands_on_what_tinyspec_adds(model, tokenizer):
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    asked = {"do_sample": True, "max_new_tokens": 12, "seed": 3, "deterministic": True}
-    alone = pipe(TEXTS[1], **asked)
-    assert pipe([TEXTS[1], TEXTS[2]], batch_size=2, **asked)[0] == alone
-    assert pipe(TEXTS[1], **{**asked, "seed": 4}) != alone
+def test_pipeline():
+    """And what tinyspec adds is handed on."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.padding_side = "left"
+    plain = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    own = pipeline("text-generation", model=plain, tokenizer=tokenizer)
+    with patched(copy.deepcopy(plain)) as model:
+        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        for asked, arguments in ASKED:
+            # Without lengths and modes of its own, a pipeline samples 256 tokens.
+            arguments = {"max_new_tokens": 16, "do_sample": False, **arguments}
+            for given in (asked[0], asked):
+                assert pipe(given, **arguments) == own(given, **arguments)
+        assert model.generate.stats().committed > 0
+        sampled = {"do_sample": True, "max_new_tokens": 12, "seed": 3, "deterministic": True}
+        alone = pipe(TEXTS[1], **sampled)
+        assert pipe([TEXTS[1], TEXTS[2]], batch_size=2, **sampled)[0] == alone
+        assert pipe(TEXTS[1], **{**sampled, "seed": 4}) != alone
 
 
 def test_no_grad_and_inference_mode():
+    """Nothing that a call returns is an inference tensor, unless the caller is in that mode."""
     prompt = random_ids(12)
     expected = greedy(own(), prompt)
-    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
-        with patched(tiny()) as model:
+    with patched(tiny()) as model:
+        for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
             with context:
                 assert greedy(model, prompt) == expected
-            loss = model(torch.tensor([prompt]), labels=torch.tensor([prompt])).loss
-            loss.backward()
+            asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+            found = generate(model, **asked)
+            results = (found.sequences, *found.scores, *found.logits)
+            assert not any(t.is_inference() for t in results)
+            model(found.sequences, labels=found.sequences).loss.backward()
             assert all(p.grad is not None for p in model.parameters())
 
 
-def put_over(model):
-    """A method over ``model.forward`` that calls the one before, as TRL's trainers put it."""
-    before = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(self, *args, fused=False, **kwargs):
-        assert self is not None and not fused
-        return before(*args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
+PROMPT = random_ids(11)
+BATCH = torch.tensor([random_ids(24, seed) for seed in range(3)])
 
 
-@pytest.mark.parametrize("forward", [False, True])
-@pytest.mark.parametrize("patched_first", [False, True])
-def test_a_method_over_the_forward(patched_first, forward):
-    """The engine's copy runs it around its own modules; a patched forward inside of it serves."""
-    prompt = random_ids(9)
-    with patched(tiny(), forward=True) as model:
-        expected = greedy(model, prompt, deterministic=True)
-        logits = model(torch.tensor([prompt])).logits
-    model = tiny()
-    if not patched_first:
-        put_over(model)
-    with patched(model, forward=forward):
-        if patched_first:
-            put_over(model)
-        assert greedy(model, prompt, deterministic=True) == expected
-        same = torch.equal(model(torch.tensor([prompt])).logits, logits)
-        assert same or not forward
+def train(model, steps: int, between) -> list[object]:
+    """Losses and gradients of a loop that calls ``between`` before every optimizer step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    seen: list[object] = []
+    torch.manual_seed(1)
+    for step in range(steps):
+        model.train()
+        between(model, step)
+        loss = model(BATCH, labels=BATCH).loss
+        loss.backward()
+        seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
 
 
-def test_results_can_be_trained_on():
-    """Nothing that a call returns is an inference tensor, unless the caller is in that mode."""
+def test_a_loop_that_generates_between_steps():
+    twin = tiny()
+    expected, found = [], []
+
+    def evaluate(model, _):
+        expected.append(greedy(model.eval(), PROMPT))
+        model.train()
+
+    plain = train(twin, 4, evaluate)
+
+    def rollout(model, step):
+        assert all(module.training for module in model.modules())
+        found.append(greedy(model, PROMPT))
+        asked = {"do_sample": True, "seed": 3, "max_new_tokens": 6, "pad_token_id": PAD}
+        model.generate(BATCH, **asked, deterministic=bool(step % 2))
+        assert all(module.training for module in model.modules())
+
     with patched(tiny()) as model:
-        found = model.generate(
-            torch.tensor([random_ids(9)]),
-            max_new_tokens=4,
-            pad_token_id=PAD,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
-        )
-        assert not any(t.is_inference() for t in (found.sequences, *found.scores, *found.logits))
-        model(found.sequences, labels=found.sequences).loss.backward()
+        # transformers' own generate drops out in train mode; tinyspec evaluates.
+        ours = train(model, 4, rollout)
+    assert found == expected
+    assert len({tuple(tokens) for tokens in found}) > 1
+    assert len(ours) == len(plain)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.crossed(4)
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precision, lora):
+    if lora:
+        pytest.importorskip("peft")
+    found = steps(family, precision, 2, lora)
+    assert [step.exact for step in found] == [0.0] * 2
+    assert max(step.plain for step in found) > 0, "the control"

@@ -1,13 +1,12 @@
 """Patching leaves the model as it is and unpatching leaves no trace; calls of ``generate`` cross:
-from several threads, within one another, and cut off.
-
-Control: the portrait that is compared shows a hook."""
+from several threads, within one another, and cut off."""
 
 from __future__ import annotations
 
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
 from tests.support.patience import PATIENCE
-from tests.support.signals import told_in_a_fork
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import Engine
 
@@ -50,68 +48,57 @@ def raises(ids, scores, **_):
     raise KeyError("raised")
 
 
-def failing_calls(model):
-    """Calls that end in errors at all places where a call can."""
-    for wrong in (
-        {"temperature": -1.0, "do_sample": True},
-        {"no_such": 1},
-        {"seed": 1, "num_beams": 2},
-        {"logits_processor": [raises]},
-        {"stopping_criteria": [raises]},
-        {"deterministic": True, "max_time": 1.0},
-        {"max_new_tokens": 10_000, "seed": 1, "do_sample": True},
-    ):
-        with pytest.raises((ValueError, NotImplementedError, KeyError)):
-            model.generate(IDS, **wrong)
+# Calls that end in errors at all places where a call can.
+FAILING = (
+    {"temperature": -1.0, "do_sample": True},
+    {"no_such": 1},
+    {"seed": 1, "num_beams": 2},
+    {"logits_processor": [raises]},
+    {"stopping_criteria": [raises]},
+    {"deterministic": True, "max_time": 1.0},
+    {"max_new_tokens": 10_000, "seed": 1, "do_sample": True},
+)
 
 
-@pytest.mark.crossed(0.3)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("calls", ["no call", "calls", "failed calls", "released"])
-def test_the_model_is_its_own_self(family, calls):
+def test_the_model_is_its_own_self(family):
+    """After calls that are served, handed back, fail, and after ``release``."""
     model = busy(family)
     before = portrait(model)
     tinyspec.patch(model, SMALL)
     assert outside(model) == before
-    for _ in range(2):
-        if calls == "failed calls":
-            failing_calls(model)
-        elif calls != "no call":
-            model.generate(IDS)
-            model.generate(IDS, do_sample=True, seed=1, deterministic=True)
-            model.generate(IDS, num_beams=2)  # by transformers
-        if calls == "released":
-            model.generate.release()
+    model.generate(IDS)
+    model.generate(IDS, do_sample=True, seed=1, deterministic=True)
+    model.generate(IDS, num_beams=2)
+    assert outside(model) == before
+    for wrong in FAILING:
+        with pytest.raises((ValueError, NotImplementedError, KeyError)):
+            model.generate(IDS, **wrong)
         assert outside(model) == before
-    tinyspec.unpatch(model)
-    assert portrait(model) == before
-    tinyspec.unpatch(model)
-    assert portrait(model) == before
-
-
-def test_control_a_hook_shows():
-    model = busy()
-    before = portrait(model)
+    model.generate.release()
+    assert outside(model) == before
+    for _ in range(2):
+        tinyspec.unpatch(model)
+        assert portrait(model) == before
     with Engine(model):
         assert portrait(model) == before
     model.lm_head.register_forward_hook(lambda *_: None)
-    assert portrait(model) != before
+    assert portrait(model) != before, "control"
 
 
 def test_a_patched_model_is_not_patched_again():
     with patched(tiny()) as model:
         before, generate = portrait(model), model.generate
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"patched.*unpatch"):
-                tinyspec.patch(model)
-            assert model.generate is generate
-            assert portrait(model) == before
+        with pytest.raises(ValueError, match=r"patched.*unpatch"):
+            tinyspec.patch(model)
+        assert model.generate is generate and portrait(model) == before
         with Engine(model) as engine:  # which has a copy of its own
             assert engine.generate([PROMPT])[0].completions[0].finish_reason == "length"
             assert greedy(model, PROMPT) == greedy(own(), PROMPT)
 
 
 def test_a_generate_of_the_models_own_comes_back():
+    """What tinyspec does not serve goes to it."""
     asked = []
 
     def own_generate(self, *args, **kwargs):
@@ -123,70 +110,36 @@ def test_a_generate_of_the_models_own_comes_back():
     before, mine = portrait(model), model.generate
     with patched(model):
         assert model.generate is not mine
-        asked.clear()
         assert greedy(model, PROMPT, num_beams=2) == greedy(own(), PROMPT, num_beams=2)
-        assert asked[-1] == 2  # what tinyspec does not serve goes to the model's own
+        assert asked[-1] == 2
         assert greedy(model, PROMPT) == greedy(own(), PROMPT)
-    assert model.generate is mine
-    assert portrait(model) == before
+    assert model.generate is mine and portrait(model) == before
 
 
 def test_what_is_kept_of_a_generate_says_that_it_is_over():
+    """Also where the model is patched again."""
     model = tiny()
     before = portrait(model)
-    tinyspec.patch(model, SMALL)
-    kept = model.generate
-    greedy(model, PROMPT)
-    tinyspec.unpatch(model)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"unpatched; call tinyspec\.patch\(model\) again"):
-            kept(IDS, max_new_tokens=2, pad_token_id=PAD)
-        assert portrait(model) == before
     with patched(model):
-        with pytest.raises(RuntimeError, match=r"unpatched; call tinyspec\.patch\(model\) again"):
+        kept = model.generate
+        greedy(model, PROMPT)
+    for again in (nullcontext(), patched(model)):
+        with (
+            again,
+            pytest.raises(RuntimeError, match=r"unpatched; call tinyspec\.patch\(model\) again"),
+        ):
             kept(IDS, max_new_tokens=2, pad_token_id=PAD)
-        assert greedy(model, PROMPT) == greedy(own(), PROMPT)
     assert portrait(model) == before
 
 
-def test_a_forked_process_is_told():
-    """At once, also where another thread holds the model at that moment."""
-    with patched(tiny()) as model:
-        held, done = threading.Event(), threading.Event()
-
-        def hold():
-            with model.generate._lock:
-                held.set()
-                done.wait(PATIENCE)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait(PATIENCE)
-        calls = (lambda: greedy(model, random_ids(4), 2), lambda: tinyspec.unpatch(model))
-        told = told_in_a_fork(*calls)
-        done.set()
-        thread.join(PATIENCE)
-        assert told == 2
-
-
-@pytest.mark.parametrize("hook", ["logits_processor", "stopping_criteria"])
-def test_generate_from_within_a_step_says_so(hook):
-    """What transformers serves runs there on the model's own modules."""
-    prompt, beams = [1, 2, 3], greedy(own(), [1, 2], num_beams=2)
+def test_generate_from_within_a_call():
+    """Within a step it says so; what transformers serves runs there on the model's own modules, and
+    between steps, where streamers are called, anything runs."""
+    beams, short, found = greedy(own(), [1, 2], num_beams=2), greedy(own(), [1, 2]), []
 
     def called(ids, scores, **_):
         assert greedy(model, [1, 2], num_beams=2) == beams
         return greedy(model, [1, 2])
-
-    with patched(tiny()) as model:
-        with pytest.raises(RuntimeError, match="generate was called from within a step"):
-            greedy(model, prompt, **{hook: [called]})
-        assert greedy(model, prompt) == greedy(own(), prompt)
-
-
-def test_generate_from_a_streamer():
-    """It is called between steps, so another call may run there."""
-    found = []
 
     class Asks:
         def put(self, tokens):
@@ -196,42 +149,33 @@ def test_generate_from_a_streamer():
             pass
 
     with patched(tiny()) as model:
+        for hook in ("logits_processor", "stopping_criteria"):
+            with pytest.raises(RuntimeError, match="generate was called from within a step"):
+                greedy(model, [1, 2, 3], **{hook: [called]})
         assert greedy(model, [1, 2, 3], streamer=Asks()) == greedy(own(), [1, 2, 3])
-    assert len(found) > 3 and all(tokens == greedy(own(), [1, 2]) for tokens in found)
+    assert len(found) > 3 and all(tokens == short for tokens in found)
 
 
-def test_unpatch_from_within_a_call():
-    """The call goes on, by the engine, which is closed behind it."""
-    model = tiny()
-    prompt = random_ids(9)
-    before = portrait(model)
-
-    def unpatches(ids, scores):
-        tinyspec.unpatch(model)
-        return scores
-
+@pytest.mark.parametrize("other_thread", [False, True])
+def test_unpatch_while_a_call_runs(other_thread):
+    """From within it or from another thread: it goes on, by the engine, which is closed behind
+    it."""
+    model, begun = tiny(), threading.Event()
+    before, expected = portrait(model), greedy(own(), PROMPT, 40)
     tinyspec.patch(model, SMALL)
     engine = model.generate._engine
-    assert greedy(model, prompt, logits_processor=[unpatches]) == greedy(own(), prompt)
-    assert portrait(model) == before and engine.closed is not None
-    assert greedy(model, prompt) == greedy(own(), prompt)
 
-
-def test_unpatch_while_another_thread_generates():
-    prompt = random_ids(9)
-    expected = greedy(own(), prompt, 40)
-    model, begun = tiny(), threading.Event()
-    before = portrait(model)
-    tinyspec.patch(model, SMALL)
-
-    def tells(ids, scores):
+    def called(ids, scores):
         begun.set()
+        if not other_thread:
+            tinyspec.unpatch(model)
         return scores
 
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(greedy, model, prompt, 40, logits_processor=[tells])
+        call = pool.submit(greedy, model, PROMPT, 40, logits_processor=[called])
         begun.wait(PATIENCE)
-        tinyspec.unpatch(model)
+        if other_thread:
+            tinyspec.unpatch(model)
         assert call.result(PATIENCE) == expected
-    assert portrait(model) == before
-    assert greedy(model, prompt, 40) == expected
+    assert portrait(model) == before and engine.closed is not None
+    assert greedy(model, PROMPT, 40) == expected

@@ -1,21 +1,18 @@
 """``model.generate`` of a patched model, under random combinations of what it serves, against
-transformers' own for each row alone and without pads; and one request of a deterministic call among
-neighbours whose every parameter varies: its bits stay, and are those of ``Engine.generate``.
+transformers' own for each row alone and without pads; and deterministic rows among others whose
+every parameter varies: their bits stay.
 
-Controls: the same checks against another parameter or another model, or without ``deterministic``,
-fail."""
+Controls: the same checks against another parameter, or without ``deterministic``, fail."""
 
 from __future__ import annotations
 
 import copy
-import random
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
 import tinyspec
@@ -33,9 +30,8 @@ from tests.support.drop_in import (
 )
 from tests.support.judge import padded
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
-from tests.support.tiny import VOCAB, tiny
+from tests.support.tiny import tiny
 from tests.support.tolerances import LOGITS, close
-from tinyspec import Engine, SamplingParams
 
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 LARGEST = torch.finfo(torch.float32).max
@@ -139,26 +135,10 @@ def calls(draw, more: dict[str, tuple[Any, ...]] | None = None):
         for row, value in zip(rows, each, strict=True):
             row[name] = value
     given_["pad_token_id"] = PAD
-    if draw(st.booleans()):
-        given_ = _in_a_config(given_, rows)
-    layout = draw(st.sampled_from(("lists", "mask", "no mask")))
-    if layout == "lists":
-        return {**given_, "input_ids": prompts}, prompts, rows
-    given_["input_ids"], mask = padded(prompts)
-    if layout == "mask":
-        given_["attention_mask"] = mask
-    return given_, prompts, rows
-
-
-def _in_a_config(given_: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same with what is alike for all rows in a GenerationConfig."""
-    alike = {
-        name: value
-        for name, value in given_.items()
-        if name not in ("logits_processor", "stopping_criteria") and rows[0].get(name) is value
-    }
-    others = {name: value for name, value in given_.items() if name not in alike}
-    return {**others, "generation_config": GenerationConfig(**alike)}
+    ids, mask = padded(prompts)
+    as_block = {"input_ids": ids, "attention_mask": mask}
+    layout = as_block if draw(st.booleans()) else {"input_ids": prompts}
+    return {**given_, **layout}, prompts, rows
 
 
 def _levelled(name: str, each: list[Any]) -> list[Any]:
@@ -190,22 +170,6 @@ def prompt_lookup_changes_no_token(call, tokens):
     plain = ours("llama").generate(**arguments, do_sample=False)
     looked = ours("llama").generate(**arguments, do_sample=False, prompt_lookup_num_tokens=tokens)
     assert torch.equal(plain, looked)
-
-
-def test_control_another_model_and_another_parameter_differ():
-    prompt = random_ids(17)
-    found = (
-        ours("llama")
-        .generate(
-            [prompt, prompt], repetition_penalty=[1.0, 1.4], max_new_tokens=20, pad_token_id=PAD
-        )[:, len(prompt) :]
-        .tolist()
-    )
-    settings = {"do_sample": False, "max_new_tokens": 20}
-    assert found[0] == alone(own(), prompt, **settings)
-    assert found[1] == alone(own(), prompt, **settings, repetition_penalty=1.4)
-    assert found[0] != found[1]
-    assert found[0] != alone(tiny(seed=1), prompt, **settings)
 
 
 def steps_of(found: Any, place: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,12 +214,7 @@ def filtered_otherwise(
 def sampled_are_filtered_as_transformers_does(family, call, copies, seed, deterministic):
     arguments, prompts, rows = call
     extra = {"seed": seed, "deterministic": deterministic, "num_return_sequences": copies}
-    found = ours(family).generate(
-        **arguments,
-        **extra,
-        do_sample=True,
-        **DICT,
-    )
+    found = ours(family).generate(**arguments, **extra, do_sample=True, **DICT)
     longest = max(map(len, prompts))
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         budget = row.get("max_new_tokens", row.get("max_length", 0) - len(prompt))
@@ -267,6 +226,41 @@ def sampled_are_filtered_as_transformers_does(family, call, copies, seed, determ
                 whole = own(family)(torch.tensor([prompt + tokens])).logits[0]
             logits = steps_of(found, place, len(tokens))[1]
             assert close(logits, whole[len(prompt) - 1 : -1], LOGITS)
+
+
+@cache
+def sensitive():
+    """A model whose linears are sensitive to the row count. It stays patched: pages are left by
+    whatever came before."""
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    tinyspec.patch(model, SMALL)
+    return model
+
+
+def bits_are_those_of_rows_alone(call, seed, others, copies):
+    """Whatever the other rows ask: tokens, scores and logits of every deterministic row, in a model
+    that runs nothing else. others: whether they are deterministic, too."""
+    arguments, prompts, rows = call
+    promised = [n == 0 or others for n in range(len(rows))]
+    seeds = list(range(seed, seed + len(rows)))
+    extra = {"do_sample": True, "num_return_sequences": copies, **DICT}
+    found = sensitive().generate(**arguments, **extra, seed=seeds, deterministic=promised)
+    longest = max(map(len, prompts))
+    with patched(copy.deepcopy(sensitive())) as model:
+        for n in range(len(rows)) if others else (0,):
+            given = {**rows[n], **extra, "seed": seeds[n], "deterministic": True}
+            own = model.generate([prompts[n]], pad_token_id=PAD, **given)
+            for copied in range(copies):
+                tokens = own.sequences[copied, len(prompts[n]) :].tolist()
+                tokens = tokens[: length_of(tokens, rows[n])]
+                place = n * copies + copied
+                assert generated(found.sequences, longest, place, len(tokens)) == tokens
+                pairs = zip(
+                    steps_of(found, place, len(tokens)),
+                    steps_of(own, copied, len(tokens)),
+                    strict=True,
+                )
+                assert all(torch.equal(*pair) for pair in pairs)
 
 
 FAMILIES = st.sampled_from(("llama", "gpt2"))
@@ -283,6 +277,12 @@ CHECKS = {
         "seed": st.sampled_from((None, 5)),
         "deterministic": st.booleans(),
     },
+    bits_are_those_of_rows_alone: {
+        "call": calls(SAMPLING),
+        "seed": st.sampled_from((0, 2**40)),
+        "others": st.booleans(),
+        "copies": st.sampled_from((1, 1, 2)),
+    },
 }
 
 
@@ -297,171 +297,34 @@ def test_many_calls(check, case_seed):
     check_at_random(check, case_seed, 40, **CHECKS[check])
 
 
-@pytest.mark.parametrize(
-    "own_filters, other",
-    [
-        ({}, {"top_k": 7}),
-        ({}, {"temperature": 0.8}),
-        ({"typical_p": 0.8}, {"typical_p": 0.5}),
-        ({"renormalize_logits": True}, {"renormalize_logits": False}),
-    ],
-    ids=str,
-)
-def test_control_other_filters_are_seen(own_filters, other):
+OTHERWISE = [
+    ({}, {"top_k": 7}),
+    ({}, {"temperature": 0.8}),
+    ({"typical_p": 0.8}, {"typical_p": 0.5}),
+    ({"renormalize_logits": True}, {"renormalize_logits": False}),
+]
+
+
+def test_control_other_filters_are_seen():
     prompt = random_ids(12)
-    asked = {"temperature": 0.9, "top_k": 6, "top_p": 0.95, "max_new_tokens": 6, **own_filters}
-    found = ours("llama").generate(
-        [prompt],
-        do_sample=True,
-        seed=1,
-        **DICT,
-        pad_token_id=PAD,
-        **asked,
-    )
-    tokens = found.sequences[0, len(prompt) :].tolist()
-    assert filtered_otherwise("llama", prompt, tokens, asked, found, 0) == []
-    assert filtered_otherwise("llama", prompt, tokens, asked | other, found, 0)
-    assert max(tokens) < VOCAB
+    for own_filters, other in OTHERWISE:
+        asked = {"temperature": 0.9, "top_k": 6, "top_p": 0.95, "max_new_tokens": 6, **own_filters}
+        given = {"do_sample": True, "seed": 1, "pad_token_id": PAD, **DICT, **asked}
+        found = ours("llama").generate([prompt], **given)
+        tokens = found.sequences[0, len(prompt) :].tolist()
+        assert filtered_otherwise("llama", prompt, tokens, asked, found, 0) == []
+        assert filtered_otherwise("llama", prompt, tokens, asked | other, found, 0)
 
 
-NOTHING: dict[str, Any] = {
-    "do_sample": True,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "seed": 11,
-    "max_new_tokens": 9,
-    "num_return_sequences": 1,
-    "eos_token_id": [127],
-    "logits_processor": [],
-    "stopping_criteria": [],
-}
-# The request in the hay: each a prompt's length and what it asks.
-NEEDLES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (9, {"do_sample": False, "seed": None}),
-    (16, {"temperature": 1.3, "top_p": 0.9, "min_p": 0.01, "num_return_sequences": 2}),
-    (3, {"repetition_penalty": 1.3, "logits_processor": [AfterEven()], "seed": 2**40}),
-    (40, {"do_sample": False, "repetition_penalty": 1.2, "eos_token_id": list(range(1, 128, 9))}),
-    (1, {"temperature": 1.1, "stopping_criteria": [AtMultiples()], "num_return_sequences": 3}),
-)
-
-
-@cache
-def sensitive():
-    """A model whose linears are sensitive to the row count. It stays patched: pages are left by
-    whatever came before."""
-    model = replace_linears(tiny(), ShapeSensitiveLinear)
-    tinyspec.patch(model, SMALL)
-    return model
-
-
-def needle_of(number: int, deterministic: bool) -> tuple[list[int], dict[str, Any]]:
-    length, asked = NEEDLES[number]
-    return random_ids(length), {**NOTHING, **asked, "deterministic": deterministic}
-
-
-def neighbour(rng: random.Random) -> tuple[list[int], dict[str, Any]]:
-    """Anything a request may ask; some share the needles' prompts, and so their pages."""
-    choices: dict[str, tuple[Any, ...]] = {
-        "do_sample": (True, False),
-        "temperature": (0.3, 1.0, 1.8),
-        "top_k": (0, 1, 5, 50),
-        "top_p": (0.3, 0.9, 1.0),
-        "min_p": (0.0, 0.1),
-        "repetition_penalty": (0.8, 1.0, 1.5),
-        "seed": (None, 0, 11, 2**63 - 1),
-        "deterministic": (True, False),
-        "max_new_tokens": (1, 4, 20),
-        "eos_token_id": ([127], [3, 50, 90], list(range(1, 128, 6))),
-        "logits_processor": ([], [AfterEven()]),
-        "stopping_criteria": ([], [AtMultiples()]),
-    }
-    asked = {name: rng.choice(values) for name, values in choices.items()}
-    asked["num_return_sequences"] = rng.choice((1, 2, 3)) if asked["do_sample"] else 1
-    return random_ids(rng.randint(1, 40), rng.choice((0, 0, 1, 2))), NOTHING | asked
-
-
-def bits_at(model: Any, requests: list[Any], place: int) -> list[tuple[Any, ...]]:
-    """Tokens, scores and logits of every completion of the request at ``place`` of one call, in
-    which every parameter is a list of one for each request."""
-    lists = {name: [asked[name] for _, asked in requests] for name in requests[0][1]}
-    found = model.generate([prompt for prompt, _ in requests], **lists, **DICT, pad_token_id=PAD)
-    prompt, asked = requests[place]
-    longest = max(len(prompt) for prompt, _ in requests)
-    first = sum(asked["num_return_sequences"] for _, asked in requests[:place])
-    bits = []
-    for row in range(first, first + asked["num_return_sequences"]):
-        most = found.sequences[row, longest:][: asked["max_new_tokens"]].tolist()
-        ends = {"eos_token_id": asked["eos_token_id"]}
-        ends |= {"stopping_criteria": True} if asked["stopping_criteria"] else {}
-        tokens = generated(found.sequences, longest, row, length_of(most, ends))
-        assert found.sequences[row, longest - len(prompt) : longest].tolist() == prompt
-        scores, logits = steps_of(found, row, len(tokens))
-        bits.append((tokens, scores, logits))
-    return bits
-
-
-def same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> bool:
-    return len(found) == len(expected) and all(
-        mine[0] == its[0] and torch.equal(mine[1], its[1]) and torch.equal(mine[2], its[2])
-        for mine, its in zip(found, expected, strict=True)
-    )
-
-
-def among_neighbours(number: int, seed: int) -> None:
-    """A deterministic request's bits are those that it has alone, in a model that runs nothing
-    else, and its tokens those of an engine."""
-    rng, needle = random.Random(seed), needle_of(number, True)
-    others = [neighbour(rng) for _ in range(rng.randint(1, 6))]
-    place = rng.randint(0, len(others))
-    found = bits_at(sensitive(), [*others[:place], needle, *others[place:]], place)
-    with patched(copy.deepcopy(sensitive())) as model:
-        assert same(found, bits_at(model, [needle], 0))
-        fingerprint = model.generate.fingerprint
-    prompt, asked = needle
-    given = {k: v for k, v in asked.items() if not k.startswith(("do_", "logits", "stopping"))}
-    given["temperature"] *= asked["do_sample"]
-    code = {"logits_processors": asked["logits_processor"]}
-    code["stopping_criteria"] = asked["stopping_criteria"]
-    with Engine(sensitive(), config=SMALL) as engine:
-        (output,) = engine.generate([prompt], SamplingParams(**given, **code))
-        assert engine.fingerprint == fingerprint
-    assert [c.token_ids for c in output.completions] == [tokens for tokens, *_ in found]
-
-
-@pytest.mark.parametrize("number", range(len(NEEDLES)))
-def test_bits_among_neighbours(number):
-    among_neighbours(number, number)
-
-
-@pytest.mark.slow("random use", 8, cases=12)
-def test_bits_among_many_neighbours(case_seed):
-    for number in range(len(NEEDLES)):
-        among_neighbours(number, case_seed)
-
-
-def test_control_plain_where_shapes_matter():
-    """The check above can fail: without the flag the crowd's size shows in the needle's bits."""
-    needles = [needle_of(n, False) for n in range(len(NEEDLES))]
-    assert not same(bits_at(sensitive(), needles, 0), bits_at(sensitive(), needles[:1], 0))
-
-
-def test_plain_calls_repeat_once_buckets_are_known():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.08}
-    config = LlamaConfig(vocab_size=128, **sizes, **heads)  # wide enough for row counts to show
-    prompts = [random_ids(n, n) for n in (129, 130, 131, 133, 140)]
-    asked = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 4}
-    with patched(LlamaForCausalLM(config).eval(), None) as model:
-
-        def calls():
-            outputs = [model.generate([p], pad_token_id=PAD, **asked) for p in prompts]
-            return [torch.cat(output.logits) for output in outputs]
-
-        first = calls()
-        model.generate([[1, 2]], deterministic=True, max_new_tokens=6)
-        for _ in range(2):
-            assert all(map(torch.equal, calls(), first))
+@pytest.mark.parametrize("place", [0, 3])
+def test_control_plain_where_shapes_matter(place):
+    """That a row keeps its bits can fail: without the flag the crowd's size shows in them."""
+    prompts = [random_ids(n, n) for n in (9, 16, 3, 40, 1)]
+    asked = {"max_new_tokens": 9, "pad_token_id": PAD, **DICT}
+    for deterministic in (True, False):
+        of_all, of_one = (
+            sensitive().generate(given, deterministic=deterministic, **asked)
+            for given in (prompts, prompts[place : place + 1])
+        )
+        same = map(torch.equal, steps_of(of_all, place, 9), steps_of(of_one, 0, 9))
+        assert all(same) is deterministic

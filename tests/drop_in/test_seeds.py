@@ -115,33 +115,17 @@ def test_a_resumed_run_goes_on():
     whole = list(run(range(4)))
     assert list(run(range(2, 4))) == whole[2:]
     assert list(run(range(2, 4), lambda step: 5 << 32)) != whole[2:]
-    with patched(tiny()) as model, pytest.raises(ValueError, match=r"^seed=-1"):
-        model.generate.reseed(-1)
 
 
-@WAYS
-def test_numbers_of_numpy_and_torch(way):
-    with patched(tiny()) as model:
-        expected = way(model, [PROMPT], seed=5, deterministic=False)
-    for number in (np.int64, torch.tensor):
-        with patched(tiny()) as model:
-            given = {"seed": number(5), "deterministic": number(0) != 0}
-            assert way(model, [PROMPT], **given) == expected
-
-
-def test_an_argument_is_the_seed_of_every_row_and_comes_before_all_else():
+def test_an_argument_is_the_seed_of_every_row_and_seeds_are_recorded():
+    """It comes before all else, also as numpy's or torch's; a recorded one repeats its row."""
+    asked = config(seed=5, return_dict_in_generate=True)
     with patched(tiny()) as model:
         given = rows(model, [PROMPT] * 2, seed=7, **SAMPLED)
         assert given[0] == given[1]
-        model.generation_config.seed = 3
-        mixed = rows(model, [PROMPT] * 3, seed=[7, None, None], **SAMPLED)
-        assert mixed[0] == given[0] and mixed[1] != mixed[2]
-        assert model.generate.seeds[0] == 7
-
-
-def test_seeds_are_recorded_and_repeat_a_row():
-    asked = config(seed=5, return_dict_in_generate=True)
-    with patched(tiny()) as model:
+        for number in (np.int64, torch.tensor):
+            flags = {"seed": number(7), "deterministic": number(0) != 0}
+            assert rows(model, [PROMPT] * 2, **flags, **SAMPLED) == given
         found = model.generate([PROMPT] * 4, generation_config=asked)
         assert found.seeds == model.generate.seeds and len(set(found.seeds)) == 4
         tokens = found.sequences[:, len(PROMPT) :].tolist()
@@ -149,57 +133,59 @@ def test_seeds_are_recorded_and_repeat_a_row():
         assert rows(model, [PROMPT], seed=found.seeds[2], **SAMPLED) == tokens[2:3]
         greedy = model.generate([PROMPT], max_new_tokens=2, return_dict_in_generate=True)
         assert greedy.seeds == [None] and "seeds" not in greedy
+        model.generation_config.seed = 3
+        mixed = rows(model, [PROMPT] * 3, seed=[7, None, None], **SAMPLED)
+        assert mixed[0] == given[0] and mixed[1] != mixed[2]
+        assert model.generate.seeds[0] == 7
 
 
-def test_a_base_that_is_none_is_refused():
+def test_bases_and_flags_that_are_none_are_refused():
     with patched(tiny()) as model:
         for seed in (-1, True, "5"):
             with pytest.raises(ValueError, match=r"^seed="):
                 in_the_call(model, [PROMPT], seed=seed)
-        tinyspec.unpatch(model)
         with pytest.raises(ValueError, match=r"^seed=-1"):
-            tinyspec.patch(model, seed=-1)
-        assert "generate" not in vars(model)
-        with pytest.raises(ValueError, match=r"^deterministic='yes' is not allowed: True or False"):
-            tinyspec.patch(model, deterministic="yes")
+            model.generate.reseed(-1)
+        for wrong in ({"seed": -1}, {"deterministic": "yes"}):
+            tinyspec.unpatch(model)
+            with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}=.* is not allowed"):
+                tinyspec.patch(model, **wrong)
+            assert "generate" not in vars(model)
 
 
-@pytest.mark.parametrize("way", [in_the_call, in_the_model])
-def test_what_is_asked_for_is_never_lost(way):
+def test_what_is_asked_for_or_promised_is_never_lost():
     """Beams are not served: transformers would run, and nothing would be deterministic."""
+    beams = {"num_beams": 2, "max_new_tokens": 3, "pad_token_id": PAD}
+    given = torch.tensor([PROMPT])
     with patched(tiny()) as model:
-        for name, value in (("deterministic", True), ("seed", 5)):
-            with pytest.raises(NotImplementedError, match=f"beam.*{name}"):
-                way(model, [PROMPT], num_beams=2, **{name: value})
-
-
-def test_what_patch_promises_is_never_lost():
-    beams_config = {"num_beams": 2, "max_new_tokens": 3}
-    beams = {"inputs": torch.tensor([PROMPT]), **beams_config}
-    with patched(tiny()) as model:
+        for way in (in_the_call, in_the_model):
+            for name, value in (("deterministic", True), ("seed", 5)):
+                with pytest.raises(NotImplementedError, match=f"beam.*{name}"):
+                    way(model, [PROMPT], num_beams=2, **{name: value})
         tinyspec.unpatch(model)
         tinyspec.patch(model, SMALL, deterministic=True)
         with pytest.raises(NotImplementedError, match=r"beam.*deterministic=True"):
-            model.generate(**beams)
-        assert model.generate(deterministic=False, **beams).shape == (1, 12)
-        plain = GenerationConfig(deterministic=False, pad_token_id=PAD, **beams_config)
-        given = beams["inputs"]
+            model.generate(given, **beams)
+        assert model.generate(given, deterministic=False, **beams).shape == (1, 12)
+        plain = GenerationConfig(deterministic=False, **beams)
         assert model.generate(given, generation_config=plain).shape == (1, 12)
         tinyspec.unpatch(model)
         tinyspec.patch(model, SMALL, seed=5)  # a base for calls that sample by tinyspec
-        assert model.generate(**beams).shape == (1, 12)
+        assert model.generate(given, **beams).shape == (1, 12)
+
+
+def halved(model):
+    """With a hook that attention cannot be served with."""
+    attention = model.model.layers[0].self_attn
+    return attention.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
 
 
 def test_a_model_that_cannot_be_served_any_more_runs_its_own_generate(caplog):
     asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
     with patched(tiny()) as model:
         first = rows(model, [PROMPT], **asked)
-        attention = model.model.layers[0].self_attn
-        handle = attention.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
-        twin = tiny()
-        twin.model.layers[0].self_attn.register_forward_hook(
-            lambda m, a, out: (out[0] * 0.5, *out[1:])
-        )
+        handle, twin = halved(model), tiny()
+        halved(twin)
         given = torch.tensor([PROMPT])
         assert torch.equal(model.generate(given, **asked), twin.generate(given, **asked))
         assert "the model as it is now" in caplog.text and "hook" in caplog.text
@@ -224,17 +210,6 @@ def new_tokens(model, prompts=None, **arguments) -> list[list[int]]:
     return rows(model, prompts or PROMPTS, **{**SAMPLED, **arguments})
 
 
-def test_scripts_that_set_a_seed_repeat(model):
-    transformers.set_seed(5)
-    first = [new_tokens(model), new_tokens(model)]
-    transformers.set_seed(5)
-    second = [new_tokens(model), new_tokens(model)]
-    assert first == second
-    assert first[0] != first[1]
-    transformers.set_seed(6)
-    assert new_tokens(model) != first[0]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -245,64 +220,48 @@ def test_scripts_that_set_a_seed_repeat(model):
     ids=str,
 )
 def test_the_global_generator_is_left_alone(arguments):
-    """Also by patching, by the first call's probes and by unpatching."""
+    """Also by patching, by the first call's probes, by unpatching, and by a refused call."""
     before = torch.get_rng_state()
     with patched(tiny()) as model:
         new_tokens(model, **arguments)
+        for wrong in ({"temperature": -1.0}, {"seed": "x"}, {"max_new_tokens": [1, 2]}):
+            with pytest.raises(ValueError):
+                new_tokens(model, **wrong)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("asked", [{}, {"seed": [1, None, 2, 3]}], ids=["no seeds", "one without"])
-def test_control_without_a_seed_one_number_is_drawn(model, asked):
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    new_tokens(model, **asked)
+def test_without_a_seed_one_number_is_drawn(model, asked):
+    """So that scripts that set a seed repeat, and the next call samples others."""
+    transformers.set_seed(1)
+    first = new_tokens(model, **asked)
     after = torch.get_rng_state()
-    assert not torch.equal(after, before)
-    torch.manual_seed(1)
+    assert new_tokens(model, **asked) != first
+    transformers.set_seed(1)
+    assert new_tokens(model, **asked) == first
+    transformers.set_seed(1)
     torch.randint(2**62, (1,))
     assert torch.equal(after, torch.get_rng_state())
 
 
-def test_a_refused_call_draws_nothing(model):
-    before = torch.get_rng_state()
-    for wrong in ({"temperature": -1.0}, {"seed": "x"}, {"max_new_tokens": [1, 2]}, {"what": 1}):
-        with pytest.raises((ValueError, TypeError)):
-            new_tokens(model, **wrong)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 OTHERS = (
-    {"do_sample": [True, False, True, False]},
-    {"seed": [None, 1, None, 3]},
+    {"do_sample": [True, False, True, False], "seed": [None, 1, None, 3]},
     {"num_return_sequences": [1, 3, 1, 2], "repetition_penalty": [1.0, 1.3, 1.0, 0.7]},
     {"max_new_tokens": [10, 1, 10, 30], "deterministic": [False, True, False, True]},
 )
 
 
-@pytest.mark.parametrize("others", OTHERS, ids=lambda o: next(iter(o)))
-def test_a_rows_seed_does_not_depend_on_other_rows(model, others):
+def test_a_rows_seed_does_not_depend_on_other_rows(model):
     """Rows 0 and 2 bring no seed and ask the same every time."""
+    asked = {"eos_token_id": [127]}
     transformers.set_seed(9)
-    alike = {"eos_token_id": [127]}
-    expected = new_tokens(model, **alike)
-    transformers.set_seed(9)
-    found = new_tokens(model, **{**alike, **others})
-    copies = others.get("num_return_sequences", [1] * 4)
-    for row in (0, 2):
-        assert found[sum(copies[:row])][:10] == expected[row]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_seed_is_all_that_a_sample_depends_on(model, deterministic):
-    """The same seed gives the same tokens at every place; another seed gives others."""
-    asked = {"deterministic": deterministic}
-    first = new_tokens(model, [PROMPTS[0]], seed=7, **asked)[0]
-    found = new_tokens(model, [PROMPTS[0]] * 4, seed=[1, 7, 7, 8], **asked)
-    assert found[1] == found[2] == first
-    assert found[0] != first and found[3] != first
-    with patched(tiny()) as other:
-        assert new_tokens(other, [PROMPTS[0]], seed=7, **asked)[0] == first
+    expected = new_tokens(model, **asked)
+    for others in OTHERS:
+        transformers.set_seed(9)
+        found = new_tokens(model, **asked, **others)
+        copies = others.get("num_return_sequences", [1] * 4)
+        for row in (0, 2):
+            assert found[sum(copies[:row])][:10] == expected[row]
 
 
 def test_a_call_that_transformers_serves_draws_as_without_tinyspec(model):

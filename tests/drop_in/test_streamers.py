@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 import tinyspec
@@ -30,65 +30,55 @@ from tinyspec.tools.demo import BUNDLED
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EMBEDS = torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(0))
 SAME = torch.tensor([ROWS[1][:6], ROWS[1][6:12], ROWS[3][:6]])
+PADDED = {"input_ids": BLOCK, "attention_mask": MASK}
 STREAMED = {
-    "one-row": lambda g: ({"input_ids": one(ROWS[0])}, {}),
-    "batch": lambda g: ({"input_ids": SAME}, {}),
-    "padded": lambda g: ({"input_ids": BLOCK, "attention_mask": MASK}, {}),
-    "ends": lambda g: (
-        {"input_ids": BLOCK, "attention_mask": MASK},
-        {"eos_token_id": [g[0][2], g[1][5], g[3][0]]},
-    ),
-    "all-end": lambda g: (
-        {"input_ids": BLOCK, "attention_mask": MASK},
-        {"eos_token_id": [g[0][2], g[1][5], g[2][1], g[3][0]]},
-    ),
-    "one-token": lambda g: ({"input_ids": SAME}, {"max_new_tokens": 1}),
-    "samples": lambda g: (
-        {"input_ids": BLOCK, "attention_mask": MASK},
-        {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "eos_token_id": g[0][2]},
-    ),
-    "dict": lambda g: ({"input_ids": SAME}, {"return_dict_in_generate": True}),
-    "int32": lambda g: ({"input_ids": SAME.int()}, {}),
-    "embeddings": lambda g: ({"inputs_embeds": EMBEDS}, {}),  # of no prompt that could be put
+    "one-row": lambda g: {"input_ids": one(ROWS[0])},
+    "batch": lambda g: {"input_ids": SAME},
+    "padded": lambda g: PADDED,
+    "ends": lambda g: {**PADDED, "eos_token_id": [g[0][2], g[1][5], g[3][0]]},
+    "all-end": lambda g: {**PADDED, "eos_token_id": [g[0][2], g[1][5], g[2][1], g[3][0]]},
+    "one-token": lambda g: {"input_ids": SAME, "max_new_tokens": 1},
+    "samples": lambda g: {
+        **PADDED,
+        "do_sample": True,
+        "top_k": 1,
+        "num_return_sequences": 2,
+        "eos_token_id": g[0][2],
+    },
+    "int32-dict": lambda g: {"input_ids": SAME.int(), "return_dict_in_generate": True},
+    "embeddings": lambda g: {"inputs_embeds": EMBEDS},  # of no prompt that could be put
 }
 
 
-@pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED)
-def test_puts_equal_transformers(case):
+def test_puts_equal_transformers():
     """Shape, dtype, device and values of every put, and the end, in order."""
-    put = []
-    for model in pair():
-        recorder = AttentionRecorder()
-        inputs, settings = case(greedy())
-        model.generate(**inputs, **BASE | settings, streamer=recorder)
-        put.append(recorder.puts)
-    assert put[0] == put[1]
-    assert put[0][-1] == "end" and put[0].count("end") == 1
+    for name, case in STREAMED.items():
+        put = []
+        for model in pair():
+            recorder = AttentionRecorder()
+            model.generate(**BASE | case(greedy()), streamer=recorder)
+            put.append(recorder.puts)
+        assert put[0] == put[1], name
+        assert put[0][-1] == "end" and put[0].count("end") == 1, name
 
 
-@pytest.mark.parametrize("settings", [{}, {"eos_token_id": [greedy()[0][2], greedy()[3][0]]}])
-def test_a_streamer_for_each_row(settings):
+def test_a_streamer_for_each_row():
     """Only tinyspec has this: every one of them is put what it would be for its row alone."""
     model, own = pair()
-    several = [AttentionRecorder() for _ in ROWS]
-    given = model.generate(BLOCK, attention_mask=MASK, **BASE | settings, streamer=several)
-    for row, recorder, tokens in zip(ROWS, several, given, strict=True):
-        alone = AttentionRecorder()
-        own.generate(one(row), **BASE | settings, streamer=alone)
-        assert recorder.puts == alone.puts
-        assert (
-            recorder.tokens[len(row) :] == tokens[BLOCK.shape[1] :].tolist()[: len(alone.puts) - 2]
-        )
-
-
-def test_as_many_streamers_as_completions():
-    model, _ = pair()
+    for settings in ({}, {"eos_token_id": [greedy()[0][2], greedy()[3][0]]}):
+        several = [AttentionRecorder() for _ in ROWS]
+        given = model.generate(**PADDED, **BASE | settings, streamer=several)
+        for row, recorder, tokens in zip(ROWS, several, given, strict=True):
+            alone = AttentionRecorder()
+            own.generate(one(row), **BASE | settings, streamer=alone)
+            assert recorder.puts == alone.puts
+            new = tokens[BLOCK.shape[1] :].tolist()[: len(alone.puts) - 2]
+            assert recorder.tokens[len(row) :] == new
     with pytest.raises(ValueError, match="streamer"):
-        model.generate(BLOCK, attention_mask=MASK, **BASE, streamer=[AttentionRecorder()])
+        model.generate(**PADDED, **BASE, streamer=[AttentionRecorder()])
     several = [AttentionRecorder() for _ in range(4)]
-    model.generate(
-        SAME[:2], **BASE, streamer=several, do_sample=True, num_return_sequences=2, seed=1
-    )
+    asked = {"do_sample": True, "num_return_sequences": 2, "seed": 1}
+    model.generate(SAME[:2], **BASE, streamer=several, **asked)
     assert all(len(recorder.tokens) == 6 + NEW for recorder in several)
     assert several[0].tokens != several[1].tokens
 
@@ -121,20 +111,26 @@ HOOKS = {
     "allowed": lambda boom: {"prefix_allowed_tokens_fn": boom},
     "streamers": lambda boom: {"streamer": [AttentionRecorder(), boom, AttentionRecorder()]},
 }
-RAISED = [(hook, at, BoomError) for hook in HOOKS for at in (1, 8)]
-RAISED += [("processor", 4, KeyboardInterrupt), ("streamer", 4, SystemExit)]
-RAISED += [("criterion", 4, StopIteration)]
+RAISED = [(hook, 4, BoomError) for hook in HOOKS]
+RAISED += [("processor", 1, KeyboardInterrupt), ("streamer", 1, SystemExit)]
+RAISED += [("criterion", 8, StopIteration)]
 RAISED += [("streamer", 10**6, BoomError), ("streamers", 10**6, BoomError)]  # in ``end``
 
 
 @pytest.mark.parametrize("hook, at, kind", RAISED)
 def test_what_a_hook_raises_comes_out(hook, at, kind):
-    """The very exception, and the next call is served as if nothing had been."""
+    """The very exception, of a call of which nothing is left; the next one is served as if nothing
+    had been."""
     model, own = pair()
     error = kind("from the user's hook")
-    with pytest.raises(kind) as raised:
-        model.generate(SAME, **BASE, **HOOKS[hook](Boom(error, at)))
-    assert raised.value is error
+    for deterministic in (False, True):
+        with pytest.raises(kind) as raised:
+            asked = {**BASE, "deterministic": deterministic}
+            model.generate(SAME, **asked, **HOOKS[hook](Boom(error, at)))
+        assert raised.value is error
+    engine = model.generate._engine
+    assert engine.pool.num_held == 0 and not len(engine.admission.table)
+    assert not engine.admission.waiting and not engine.has_unfinished()
     assert torch.equal(model.generate(SAME, **BASE), own.generate(SAME, **BASE))
     assert torch.equal(model(SAME).logits, own(SAME).logits)
 
@@ -161,70 +157,43 @@ def by_text(own, encode, **settings):
     return [own.generate(**encode(text, return_tensors="pt"), **settings) for text in TEXTS]
 
 
-def test_a_batch_encoding_as_the_tokenizer_gives_it(models, tokenizer):
-    model, own = models
-    inputs = tokenizer(TEXTS, padding=True, padding_side="left", return_tensors="pt")
-    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
-    given = model.generate(**inputs, max_new_tokens=LONG)
-    alone = by_text(own, tokenizer, max_new_tokens=LONG)
-    assert torch.equal(given, joined(inputs["input_ids"], rows, alone, pad=1))
-    ragged = model.generate(**tokenizer(TEXTS), max_new_tokens=LONG)
-    left = tokenizer(TEXTS, padding=True, return_tensors="pt")["input_ids"]
-    assert torch.equal(ragged, joined(left, rows, alone, pad=1))
-
-
-STOPS = {
-    "one": lambda t: {"stop_strings": "Finn Fi"},
-    "several": lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
-    "config": lambda t: {"generation_config": GenerationConfig(stop_strings=["lived"])},
-    "criterion-besides": lambda t: {
+STOPS = [
+    lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
+    lambda t: {"generation_config": GenerationConfig(stop_strings="Finn Fi")},
+    lambda t: {
         "stop_strings": ["lived", "Iris"],
         "stopping_criteria": [StopStringCriteria(t, ["Finn Fi"])],
     },
-    "sampled": lambda t: {
+    lambda t: {
         "stop_strings": "Finn Fi",
         "eos_token_id": [0, 447],
         "do_sample": True,
         "top_k": 1,
         "num_return_sequences": 2,
     },
-}
+]
 
 
-@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
-def test_stop_strings_equal_transformers(models, tokenizer, stop):
+def test_stop_strings_equal_transformers(models, tokenizer):
     model, own = models
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
     rows = [tokenizer(text)["input_ids"] for text in TEXTS]
-
-    def settings():
-        return {"max_new_tokens": LONG, "tokenizer": tokenizer, **stop(tokenizer)}
-
-    given = model.generate(**inputs, **settings())
-    alone = by_text(own, tokenizer, **settings())
-    assert torch.equal(given, joined(inputs["input_ids"], rows, alone, pad=1))
     full = model.generate(**inputs, max_new_tokens=LONG)
-    assert given.shape != full.shape or not torch.equal(given, full), "control"
+    for stop in STOPS:
+
+        def settings(stop=stop):
+            return {"max_new_tokens": LONG, "tokenizer": tokenizer, **stop(tokenizer)}
+
+        given = model.generate(**inputs, **settings())
+        alone = by_text(own, tokenizer, **settings())
+        assert torch.equal(given, joined(inputs["input_ids"], rows, alone, pad=1))
+        assert given.shape != full.shape or not torch.equal(given, full), "control"
 
 
-@pytest.mark.parametrize("source", ["kwargs", "config", "model"])
-def test_stop_strings_without_a_tokenizer(models, tokenizer, source):
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    settings = {"max_new_tokens": LONG}
-    if source == "kwargs":
-        settings["stop_strings"] = ["a"]
-    if source == "config":
-        settings["generation_config"] = GenerationConfig(stop_strings=["a"])
-    with defaults(models, stop_strings=["a"] if source == "model" else None):
-        ours, theirs = (listen(m.generate, **inputs, **settings) for m in models)
-    assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint
-
-
-def test_a_text_streamer_prints_what_transformers_prints(models, tokenizer, capsys):
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    printed = []
-    for model in models:
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        model.generate(**inputs, streamer=streamer, max_new_tokens=LONG)
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and printed[0] and not printed[0].startswith(TEXTS[0])
+def test_stop_strings_without_a_tokenizer(models, tokenizer):
+    asked = {**tokenizer(TEXTS[0], return_tensors="pt"), "max_new_tokens": LONG}
+    config = GenerationConfig(stop_strings=["a"])
+    for given in ({"stop_strings": ["a"]}, {"generation_config": config}, {}):
+        with defaults(models, stop_strings=None if given else ["a"]):
+            ours, theirs = (listen(m.generate, **asked, **given) for m in models)
+        assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint

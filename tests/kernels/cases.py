@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,14 @@ DTYPES = [
     pytest.param(torch.float16, id="fp16"),
     pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.gpu),
 ]
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def both(argument: str, kernel: Any, twin: Any) -> pytest.MarkDecorator:
+    """A test's ``argument`` and ``dtype``: a kernel where it can run, and its twin, on the CPU."""
+    found = [pytest.param(kernel, *p.values, id=f"triton-{p.id}", marks=p.marks) for p in DTYPES]
+    found += [pytest.param(twin, dtype, id=f"twin-{name}") for dtype, name in NAMES.items()]
+    return pytest.mark.parametrize(f"{argument}, dtype", found)
 
 
 def ints(values: list[int] | Tensor) -> Tensor:

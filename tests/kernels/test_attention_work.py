@@ -14,21 +14,14 @@ import torch
 from triton.runtime import interpreter
 
 from tests.kernels.cases import ints, normal
-from tests.kernels.test_paged_attention import Pass, Sequence, launched, lay_out
+from tests.kernels.layout import Pass, Sequence, lay_out
+from tests.kernels.test_paged_attention import launched
 from tinyspec.kernels import launch, paged_attention
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.paged_attention import UNBOUNDED, WorkList, work_list
 
-SETTINGS = {
-    "tile_rows": 16,
-    "heads": 8,
-    "group_shift": 2,
-    "window": UNBOUNDED,
-    "chunk": UNBOUNDED,
-    "split": 512,
-    "programs": 264,
-    "entries": 1 << 30,
-}
+SETTINGS = {"tile_rows": 16, "heads": 8, "group_shift": 2, "split": 512, "programs": 264}
+SETTINGS |= {"window": UNBOUNDED, "chunk": UNBOUNDED, "entries": 1 << 30}
 # (rows, length) of segments.
 PASSES = {
     "long-beside-short": [(1, 131072), *[(1, 700 + n) for n in range(64)]],
@@ -37,20 +30,15 @@ PASSES = {
 }
 
 
-def metadata_of(spans: list[tuple[int, int]]) -> AttentionMetadata:
-    """Of segments of (rows, length); the work list needs no pages."""
-    rows = torch.tensor([0, *(rows for rows, _ in spans)]).cumsum(0)
-    return AttentionMetadata(ints([]), ints(rows), ints([end for _, end in spans]), 16)
-
-
-def made(spans: list[tuple[int, int]]) -> WorkList:
-    return work_list(metadata_of(spans), sum(rows for rows, _ in spans), **SETTINGS)
-
-
 @pytest.mark.parametrize("name", PASSES)
 def test_shares_are_even(name: str) -> None:
     """No program has more than one and a half times its share and a split."""
-    units = [end - begin for begin, end in pairwise(made(PASSES[name]).starts[:, 2].tolist())]
+    counts, lengths = zip(*PASSES[name], strict=True)
+    first_rows = torch.tensor([0, *counts]).cumsum(0)
+    # The work list needs no pages.
+    metadata = AttentionMetadata(ints([]), ints(first_rows), ints(list(lengths)), 16)
+    starts = work_list(metadata, sum(counts), **SETTINGS).starts[:, 2].tolist()
+    units = [end - begin for begin, end in pairwise(starts)]
     assert 0 < max(units) <= 1.5 * sum(units) / len(units) + 1
 
 

@@ -28,6 +28,14 @@ from torch import Tensor
 
 from tests.kernels import compiled
 from tests.kernels.compiled import CODED
+from tinyspec.kernels import launch
+from tinyspec.kernels.accept import accept_truncate
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.experts import add_experts, grouped_linear, sort_by_expert
+from tinyspec.kernels.hidden_states import add_rms_norm, gated, linear
+from tinyspec.kernels.kv_write import fused_kv_write
+from tinyspec.kernels.paged_attention import attention_kernel, paged_attention
+from tinyspec.kernels.sample import sample
 
 ROOT = Path(__file__).parents[2]
 # (backend, architecture, lanes per warp): shared memory of one program in bytes.
@@ -110,8 +118,6 @@ def entries() -> dict[str, Callable[[], Iterator[Call]]]:
 
 
 def accept_calls() -> Iterator[Call]:
-    from tinyspec.kernels.accept import accept_truncate
-
     for requests, width, stops, page_size in ((1, 1, 0, 1), (16, 17, 3, 16), (3, 64, 1, 128)):
         table, column = torch.zeros(requests, width, dtype=torch.long), torch.ones(requests).int()
         stop_ids = torch.zeros(requests, stops, dtype=torch.long)
@@ -120,8 +126,6 @@ def accept_calls() -> Iterator[Call]:
 
 
 def sample_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
-    from tinyspec.kernels.sample import sample
-
     for vocab, rows, hot, forced in product(VOCABULARIES[kind], ROWS[:2], (0, 1), (0, 1)):
         # Cut out of longer ones: at any address. A vocabulary cut out of padded logits: at any
         # stride.
@@ -134,8 +138,6 @@ def sample_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
 def kv_write_calls(
     dtype: torch.dtype, dim: int, norm: bool, turn: str, cached: torch.dtype
 ) -> Iterator[Call]:
-    from tinyspec.kernels.kv_write import fused_kv_write
-
     interleaved, angle_dtype = TURNS[turn]
     for rows, q_heads, kv_heads in ((1, 1, 1), (16, 8, 2), (5, 32, 8)):
         fused = torch.zeros(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
@@ -151,9 +153,6 @@ def kv_write_calls(
 def attention_calls(
     dtype: torch.dtype, dim: int, extras: bool, cached: torch.dtype
 ) -> Iterator[Call]:
-    from tinyspec.kernels.backend import AttentionMetadata
-    from tinyspec.kernels.paged_attention import paged_attention
-
     for rows, q_heads, kv_heads, page_size, window, chunk, length in PASSES:
         cache = torch.zeros(2, page_size, kv_heads, dim, dtype=cached)
         q = torch.zeros(rows, q_heads, dim, dtype=dtype)
@@ -167,8 +166,6 @@ def attention_calls(
 
 
 def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
-    from tinyspec.kernels.hidden_states import linear
-
     for (width, outputs), rows, bias in product(LAYERS[kind], ROWS, (True, False)):
         # Rows cut out of wider ones, a bias at any address.
         x = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
@@ -183,8 +180,6 @@ def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> Iterator[Call]:
 def grouped_calls(
     dtype: torch.dtype, kind: str, stored: str, weights: torch.dtype | None = None
 ) -> Iterator[Call]:
-    from tinyspec.kernels.experts import grouped_linear
-
     for (width, outputs), pairs, bias in product(LAYERS[kind], ROWS, (True, False)):
         # Of 65 to 128 experts; nothing is written to them.
         shape = (128, outputs, width) if stored == "nk" else (100, width, outputs)
@@ -196,15 +191,11 @@ def grouped_calls(
 
 
 def sort_calls() -> Iterator[Call]:
-    from tinyspec.kernels.experts import sort_by_expert
-
     for rows, experts in ((1, 8), (16, 128), (777, 257)):
         yield partial(sort_by_expert, torch.zeros(rows + 1, 3, dtype=torch.long)[1:], experts)
 
 
 def add_calls(dtype: torch.dtype, kind: str, rounds: bool) -> Iterator[Call]:
-    from tinyspec.kernels.experts import add_experts
-
     for width, rows in product(INNER[kind], ROWS):
         index = torch.zeros(rows + 1, 8, dtype=torch.long)[1:]
         scales = torch.zeros(rows + 1, 8, dtype=dtype if rounds else torch.float32)[1:]
@@ -212,8 +203,6 @@ def add_calls(dtype: torch.dtype, kind: str, rounds: bool) -> Iterator[Call]:
 
 
 def add_rms_norm_calls(dtype: torch.dtype, width: int, kind: str) -> Iterator[Call]:
-    from tinyspec.kernels.hidden_states import add_rms_norm
-
     add, offset = NORMS[kind]
     for rows in ROWS:
         # A residual cut out of a wider one, a weight at any address.
@@ -223,8 +212,6 @@ def add_rms_norm_calls(dtype: torch.dtype, width: int, kind: str) -> Iterator[Ca
 
 
 def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> Iterator[Call]:
-    from tinyspec.kernels.hidden_states import gated
-
     for width, rows in product(INNER[kind], ROWS):
         both = torch.zeros(rows, 2 * width, dtype=dtype)
         yield partial(gated, both[:, :width], both[:, width:], activation)
@@ -249,8 +236,6 @@ def answer() -> None:
     """For every line [target, entry, changes] of stdin a line of stdout: a record of each kernel;
     ``changes`` to attention's entries of the launch table."""
     from triton.backends.compiler import GPUTarget
-
-    from tinyspec.kernels import launch
 
     known, attention = entries(), launch.attention
     for line in sys.stdin:
@@ -543,8 +528,6 @@ def test_control_a_loop_that_spills(compiler: Compiler) -> None:
 @pytest.mark.gpu
 def test_one_binary_when_run() -> None:
     """On the device itself: many shapes, one compiled kernel in triton's cache."""
-    from tinyspec.kernels.paged_attention import attention_kernel
-
     torch.set_default_device("cuda")
     try:
         cache = attention_kernel.device_caches[torch.cuda.current_device()][0]

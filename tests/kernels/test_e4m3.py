@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.cases import DEVICE, DTYPES, normal
+from tests.kernels.layout import Sequence, lay_out, with_sinks
 from tests.kernels.test_kv_write import TURNS, angles, slots
-from tests.kernels.test_paged_attention import Sequence, launched, lay_out
+from tests.kernels.test_paged_attention import launched
 from tests.support.budget import first
 from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels import kv_write
@@ -87,10 +88,7 @@ def decode_kernel(code_ptr, value_ptr, wrong_ptr):
     tl.store(wrong_ptr + row, kv_write.not_numbers(value))
 
 
-KINDS = ("bf16", "fp16", "fp32")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_every_number_has_its_code(kind: str) -> None:
     x = numbers(kind)
     expected = nearest(x)
@@ -188,9 +186,8 @@ def runs(name: str, dtype: torch.dtype) -> list:
     sequence.k[36, 0, 1] = NAN
     sequence.v[62, 0, 7] = NAN | 0x80
     meant = Sequence(sequence.q, *(twin.values(x, dtype) for x in (sequence.k, sequence.v)))
-    more = {"sinks": normal(heads, seed=99, dtype=dtype)} if options.get("sinks") else {}
     work = [lay_out([(s, *span) for span in SPANS], padding=2) for s in (sequence, meant)]
-    return [*work, dim**-0.5, options | more]
+    return [*work, with_sinks(options, heads, dtype)]
 
 
 @pytest.mark.crossed(0.5)
@@ -199,15 +196,14 @@ def runs(name: str, dtype: torch.dtype) -> list:
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_that_of_the_numbers(name: str, mode: str, dtype: torch.dtype) -> None:
     """By one entry of the launch table: the same bits, NaN where a row attends to one."""
-    codes, meant, scale, options = runs(name, dtype)
+    *passes, options = runs(name, dtype)
     outs = []
-    for work in (codes, meant):
+    for work in passes:
         if "twin" in mode:
             work.metadata.exact = mode == "twin"
-            given = (work.q, work.k_cache, work.v_cache, work.metadata)
-            outs.append(twin_attention.paged_attention(*given, scale=scale, **options))
+            outs.append(work(attend=twin_attention.paged_attention, **options))
         else:
             with launched(mode, block_n=16):
-                outs.append(work(scale, **options))
+                outs.append(work(**options))
     assert outs[0].dtype == dtype and same_bits(*outs)
     assert outs[0].isnan().any() and not outs[0].isnan().all()

@@ -3,6 +3,8 @@ transformers, whichever way a model turns."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm
 from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as helium
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
 
-from tests.kernels.cases import DEVICE, DTYPES, normal
+from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal
 from tests.support.tolerances import ANGLES_16, assert_as_good_as_torch, close
 from tinyspec.kernels.kv_write import fused_kv_write
 from tinyspec.kernels.twins import layers as twin
@@ -22,6 +24,16 @@ SENTINEL = 7.0
 
 
 TURNS = [pytest.param(False, id="halves"), pytest.param(True, id="interleaved")]
+# Query heads, KV heads, their size, and how much of it is rotated.
+SHAPES = {
+    "smallest": (1, 1, 4, 2),
+    "gqa-32": (4, 2, 32, 32),
+    "no-rope-64": (6, 3, 64, 0),
+    "mqa-partial-80": (5, 1, 80, 20),
+    "mha-96": (7, 7, 96, 96),
+    "gqa-128": (8, 2, 128, 128),
+    "partial-256": (2, 1, 256, 64),
+}
 
 
 def reference(
@@ -63,37 +75,17 @@ def slots(values: list[int]) -> Tensor:
 @pytest.mark.crossed(0.1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize(
-    "interleaved, angle_dtype",
-    [
-        pytest.param(False, None, id="halves"),
-        pytest.param(True, None, id="interleaved"),
-        pytest.param(False, torch.float32, id="halves-in-fp32"),
-        pytest.param(True, torch.float32, id="interleaved-in-fp32"),
-    ],
-)
-@pytest.mark.parametrize(
-    "q_heads, kv_heads, dim, rot",
-    [
-        pytest.param(1, 1, 4, 2, id="smallest"),
-        pytest.param(4, 2, 32, 32, id="gqa-32"),
-        pytest.param(6, 3, 64, 0, id="no-rope-64"),
-        pytest.param(5, 1, 80, 20, id="mqa-partial-80"),
-        pytest.param(7, 7, 96, 96, id="mha-96"),
-        pytest.param(8, 2, 128, 128, id="gqa-128"),
-        pytest.param(2, 1, 256, 64, id="partial-256"),
-    ],
-)
+@pytest.mark.parametrize("interleaved", TURNS)
+@pytest.mark.parametrize("angle_dtype", [None, torch.float32], ids=["same", "in-fp32"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_matches_reference(
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    rot: int,
+    shape: tuple[int, int, int, int],
     interleaved: bool,
     angle_dtype: torch.dtype | None,
     norm: bool,
     dtype: torch.dtype,
 ) -> None:
+    q_heads, kv_heads, dim, rot = shape
     places = [33, 0, -1, 16, 7]
     rows, kept = len(places), [0, 1, 3, 4]
     q = normal(rows, q_heads, dim, seed=1, dtype=dtype)
@@ -125,63 +117,43 @@ def test_matches_reference(
 def test_exact(page_size: int, interleaved: bool, dtype: torch.dtype) -> None:
     """Angles of 0, 90 and 180 degrees only move and negate numbers."""
     dim, half, places = 48, 16, [page_size, 2, 2 * page_size - 1]
-    x = normal(3, 2, dim, seed=1, dtype=dtype)
-    v = normal(3, 2, dim, seed=2, dtype=dtype)
-    cos = torch.tensor([1.0, 0.0, -1.0], dtype=dtype, device=DEVICE)[:, None].repeat(1, 2 * half)
-    sin = torch.tensor([0.0, 1.0, 0.0], dtype=dtype, device=DEVICE)[:, None].repeat(1, 2 * half)
+    x, v = (normal(3, 2, dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    tables = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0]], dtype=dtype, device=DEVICE)
+    cos, sin = tables[:, :, None].repeat(1, 1, 2 * half)
     first, second, rest = x.split([half, half, dim - 2 * half], dim=-1)
-    expected = torch.stack(
-        [
-            x[0],
-            torch.cat([-second[1], first[1], rest[1]], dim=-1),
-            torch.cat([-first[2], -second[2], rest[2]], dim=-1),
-        ]
-    )
+    turned = [x[0], torch.cat([-second[1], first[1], rest[1]], dim=-1)]
+    turned.append(torch.cat([-first[2], -second[2], rest[2]], dim=-1))
+    expected = torch.stack(turned)
     if interleaved:
         # The same numbers, the two of a pair side by side.
         order = torch.arange(dim)
         order[: 2 * half] = order[: 2 * half].view(2, half).T.flatten()
         x, expected = x[..., order].contiguous(), expected[..., order]
-    k_cache, v_cache = caches(2, page_size, 2, dim, dtype)
-    out = fused_kv_write(
-        x, x, v, cos, sin, k_cache, v_cache, slots(places), interleaved=interleaved
-    )
+    cached = caches(2, page_size, 2, dim, dtype)
+    out = fused_kv_write(x, x, v, cos, sin, *cached, slots(places), interleaved=interleaved)
     assert torch.equal(out, expected)
-    assert torch.equal(k_cache.flatten(0, 1)[places], expected)
-    assert torch.equal(v_cache.flatten(0, 1)[places], v)
+    for cache, written in zip(cached, (expected, v), strict=True):
+        assert torch.equal(cache.flatten(0, 1)[places], written)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", TURNS)
 def test_row_invariant(interleaved: bool, dtype: torch.dtype) -> None:
-    rows, q_heads, kv_heads, dim = 5, 6, 3, 80
-    fused = normal(rows, (q_heads + 2 * kv_heads) * dim, seed=1, dtype=dtype)
-    q, k, v = fused.view(rows, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
-    cos, sin = angles(rows, dim, dtype)
+    parts, dim = [4, 2, 2, 1, 1], 80
     weight = normal(dim, seed=5, dtype=dtype)
-    places = slots(list(range(rows)))
+    options = {"q_weight": weight, "k_weight": weight, "interleaved": interleaved}
 
-    def run(pick: Tensor | slice, big: Tensor | None = None) -> list[Tensor]:
-        k_cache, v_cache = caches(1, 16, kv_heads, dim, dtype)
-        parts = [q[pick], k[pick], v[pick]]
-        if big is not None:
-            parts = [torch.where(big[:, None, None], part * 1000, part) for part in parts]
-        out = fused_kv_write(
-            *parts, cos[pick], sin[pick], k_cache, v_cache, places[pick],
-            q_weight=weight, k_weight=weight, interleaved=interleaved,
-        )  # fmt: skip
-        return [out, k_cache[0, places[pick]], v_cache[0, places[pick]]]
+    def run(rows: Tensor) -> Tensor:
+        """q, and what is in the cache, of rows of q, k, v and angles."""
+        *given, cos, sin = rows.view(len(rows), -1, dim).split(parts, dim=1)
+        cached = caches(1, 16, 2, dim, dtype)
+        places = slots(list(range(len(rows))))
+        tables = [table.flatten(1).contiguous() for table in (cos, sin)]
+        out = fused_kv_write(*given, *tables, *cached, places, **options)
+        return torch.cat([out, *(cache[0, places] for cache in cached)], dim=1)
 
-    whole = run(slice(None))
-    for row in range(rows):
-        alone = run(slice(row, row + 1))
-        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, whole, strict=True))
-        big = torch.arange(rows, device=DEVICE) != row
-        among_big = run(slice(None), big)
-        assert all(torch.equal(a[row], b[row]) for a, b in zip(among_big, whole, strict=True))
-    shuffled = torch.tensor([4, 0, 2, 1, 3], device=DEVICE)
-    moved = run(shuffled)
-    assert all(torch.equal(a, b[shuffled]) for a, b in zip(moved, whole, strict=True))
+    fused = normal(3, sum(parts) * dim, seed=1, dtype=dtype)
+    assert_row_invariant(run, fused)
 
 
 def test_row_invariant_can_fail() -> None:
@@ -224,25 +196,24 @@ MODELS = {
 }
 
 
-@pytest.mark.crossed(0.1)
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("rot", [0, 20, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_values_in_a_cache_are_finite(dtype: torch.dtype, rot: int, number: float) -> None:
+def test_values_in_a_cache_are_finite(dtype: torch.dtype, rot: int) -> None:
     """One that is not is 0, and its key NaN; all others as without it."""
     q, k, v = (normal(3, heads, 32, seed=heads, dtype=dtype) for heads in (6, 3, 3))
     cos, sin = angles(3, rot, dtype) if rot else (None, None)
     found = []
-    for value in (v[1, 2, 5].item(), number):
+    for value in (v[1, 2, 5].item(), math.nan, math.inf, -math.inf):
         v[1, 2, 5] = value
         cached = caches(1, 4, 3, 32, dtype)
         out = fused_kv_write(q, k, v, cos, sin, *cached, slots([3, 0, 1]))
         found.append((out, *(cache.flatten(0, 1) for cache in cached)))
-    (out, keys, values), (same, marked, finite) = found
-    assert torch.equal(out, same)
-    assert marked[0, 2].isnan().all() and keys.isfinite().all()
+    (out, keys, values), *others = found
+    assert keys.isfinite().all()
     keys[0, 2], values[0, 2, 5] = 0, 0
-    assert torch.equal(marked.nan_to_num(0), keys) and torch.equal(finite, values)
+    for same, marked, finite in others:
+        assert torch.equal(out, same) and marked[0, 2].isnan().all()
+        assert torch.equal(marked.nan_to_num(0), keys) and torch.equal(finite, values)
 
 
 def rotated(x, cos, sin, interleaved):
@@ -279,7 +250,7 @@ def test_bits_of_transformers(name, dtype):
     assert out.dtype == dtype and torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("interleaved", TURNS)
 def test_wider_angles_show(interleaved):
     """Control: rounded once or at every step are not the same bits."""
     x = torch.randn(ROWS, Q_HEADS + KV_HEADS, 64).bfloat16()

@@ -8,15 +8,14 @@ outside of windows and chunks, behind rows, in the unwritten rest of pages and i
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
 
 from tests.kernels.cases import sees
-from tests.kernels.test_paged_attention import Sequence, launched, lay_out
+from tests.kernels.layout import Sequence, lay_out, with_sinks
+from tests.kernels.test_paged_attention import launched
 from tinyspec.determinism.rows import same_bits
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins import attention as twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,39 +33,21 @@ ROWS = (0, 69, 70, 71, 109, 110, 119, 120, 127, 128, 150, 199, 200, 239, 240, 25
 
 @cache
 def sequence(dtype, shape, seed):
-    heads, kv_heads, dim = shape
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((LENGTH, heads, dim), (2, LENGTH, kv_heads, dim))
-    return [torch.randn(*size, generator=generator).to(dtype) for size in sizes]
+    return Sequence.make(LENGTH, *shape, dtype, seed=seed, device="cpu")
 
 
 def run(dtype, shape, spans, holes=(), page_size=128, rest=0.0, exact=True, **scores):
     """Rows first..end - 1 of sequence ``n``, for every (n, first, end), each with pages of its own;
-    holes: (n, 0 for keys or 1 for values, position, number)."""
-    _, kv_heads, dim = shape
-    per = -(-LENGTH // page_size)
-    order = torch.randperm(per * len(spans), generator=torch.Generator().manual_seed(len(spans)))
-    tables = order.view(len(spans), per).tolist()
-    caches = torch.full((2, per * len(spans), page_size, kv_heads, dim), rest, dtype=dtype)
-    rows = []
-    for (n, first, end), pages in zip(spans, tables, strict=True):
-        q, kv = sequence(dtype, shape, n)
-        kv = kv.clone()
-        for owner, which, position, number in holes:
-            if owner == n:
-                kv[which, position, :, 3] = number
-        slots = (torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)).flatten()
-        caches.flatten(1, 2)[:, slots[:LENGTH]] = kv
-        rows.append(q[first:end])
-    scores = dict(scores)
-    if scores.pop("sinks", None):
-        scores["sinks"] = torch.linspace(-1, 2, shape[0])
-    metadata = AttentionMetadata.of(
-        [(first, end) for _, first, end in spans], tables, page_size, exact=exact
-    )
-    out = twin.paged_attention(torch.cat(rows), *caches, metadata, scale=dim**-0.5, **scores)
-    ends = [0, *torch.tensor([end - first for _, first, end in spans]).cumsum(0).tolist()]
-    return [out[a:b] for a, b in pairwise(ends)]
+    holes: (n, 0 for keys or 1 for values, position, number); rest: what else pages hold."""
+    made = {n: sequence(dtype, shape, n).clone() for n, _, _ in spans}
+    for owner, which, position, number in holes:
+        if owner in made:
+            (made[owner].k, made[owner].v)[which][position, :, 3] = number
+    chunks = [(made[n], first, end) for n, first, end in spans]
+    more = {"fill": rest, "values": rest, "exact": exact, "written": False}
+    work = lay_out(chunks, page_size, seed=len(spans), **more)
+    out = work(attend=twin.paged_attention, **with_sinks(scores, shape[0], dtype))
+    return out.split([end - first for _, first, end in spans])
 
 
 def attends(bound):
@@ -120,7 +101,7 @@ def test_control_without_a_second_look(which, monkeypatch):
 
 def test_infinite_keys_may_be_legal():
     """A score of -inf weighs 0, and the bits are the same whether or not another row is NaN."""
-    q, _ = sequence(torch.float32, SHAPES[0], 0)
+    q = sequence(torch.float32, SHAPES[0], 0).q
     holes = [(0, 0, 70, INF)]
     whole = run(torch.float32, SHAPES[0], [(0, 0, LENGTH)], holes)[0]
     finite = whole[70:].isfinite().all(-1)
@@ -168,7 +149,7 @@ def test_plain_rows(dtype, shape, bound, which):
 def test_the_triton_kernel(dtype, mode, bound, number, which):
     length, hole = 72, 36
     clean = Sequence.make(length, 2, 1, 32, dtype)
-    poisoned = Sequence.make(length, 2, 1, 32, dtype)
+    poisoned = clean.clone()
     (poisoned.k, poisoned.v)[which][hole, :, 3] = number
     seen = sees(length, **bound)[:, hole]
     with launched(mode):

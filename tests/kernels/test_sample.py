@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, DTYPES, normal, sensitive
-from tests.support.tolerances import NOISE, assert_as_good_as_torch, near, within_units
+from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal, sensitive
+from tests.support.tolerances import assert_as_good_as_torch, within_units
 from tinyspec.kernels import launch
 from tinyspec.kernels import sample as kernel
 from tinyspec.kernels.sample import sample
@@ -24,9 +24,7 @@ from tinyspec.kernels.twins import sample as twin
 NEG, INF, NAN = float("-inf"), float("inf"), float("nan")
 
 
-both = pytest.mark.parametrize(
-    "scorer", [pytest.param(sample, id="triton"), pytest.param(twin.sample, id="twin")]
-)
+both = pytest.mark.parametrize("scorer", [sample, twin.sample], ids=["triton", "twin"])
 
 
 def longs(values: list[int]) -> Tensor:
@@ -66,38 +64,33 @@ def case(rows: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, 
     return logits, temperature, keys, positions
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        pytest.param([0] * 6, "6627e8d5 e169c58d bc57ac4c 9b00dbd8", id="zeros"),
-        pytest.param([0xFFFFFFFF] * 6, "408f276d 41c83b0e a20bc7c6 6d5451fd", id="ones"),
-        pytest.param(
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0],
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-            id="pi",
-        ),
-    ],
-)
-def test_philox_known_answers(words: list[int], expected: str) -> None:
-    """The vectors that Random123 ships (kat_vectors, philox4x32 10), by what stands for kernel and
-    twin below."""
-    found = philox_reference([np.array([word]) for word in words[:4]], (words[4], words[5]))
-    assert " ".join(f"{int(x[0]):08x}" for x in found) == expected
+# The vectors that Random123 ships (kat_vectors, philox4x32 10): counter and key, what comes out.
+KNOWN = {
+    "6627e8d5 e169c58d bc57ac4c 9b00dbd8": (0,) * 6,
+    "408f276d 41c83b0e a20bc7c6 6d5451fd": (0xFFFFFFFF,) * 6,
+    "d16cfe09 94fdcceb 5001e420 24126ea1": (
+        *(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "rows, vocab",
-    [
-        pytest.param(1, 1, id="smallest"),
-        pytest.param(5, 63, id="odd"),
-        pytest.param(8, 1000, id="one-tile"),
-        pytest.param(4, 4096, id="full-tile"),
-        pytest.param(6, 9001, id="many-tiles"),
-    ],
-)
-def test_matches_reference(rows: int, vocab: int) -> None:
+def test_philox_known_answers() -> None:
+    """By what stands for kernel and twin below."""
+    for expected, words in KNOWN.items():
+        found = philox_reference([np.array([word]) for word in words[:4]], words[4:])
+        assert " ".join(f"{int(x[0]):08x}" for x in found) == expected
+
+
+# Smallest, odd, of one tile, of a full one, of many.
+SHAPES = [(1, 1), (5, 63), (8, 1000), (4, 4096), (6, 9001)]
+
+
+@both
+@pytest.mark.parametrize("rows, vocab", SHAPES)
+def test_matches_reference(rows: int, vocab: int, scorer: Callable) -> None:
+    """Noise: word v % 4 of counter (v // 4, position) under the key's two halves."""
     logits, temperature, keys, positions = case(rows, vocab, seed=vocab)
-    tokens, logprobs = sample(logits, temperature, keys, positions)
+    tokens, logprobs = scorer(logits, temperature, keys, positions)
 
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None]
     exact = torch.log_softmax(logits.double() / divisor.double(), dim=-1)
@@ -106,8 +99,7 @@ def test_matches_reference(rows: int, vocab: int) -> None:
         scores = (logits[r].double() / divisor[r].double()).cpu().numpy()
         if temperature[r] > 0:
             scores = scores + gumbel_reference(keys[r].item(), positions[r].item(), vocab)
-        token = tokens[r].item()
-        assert scores[token] >= scores.max() - 1e-5
+        assert scores[tokens[r].item()] >= scores.max() - 1e-5
     chosen = tokens[:, None]
     assert_as_good_as_torch(logprobs, same.gather(1, chosen)[:, 0], exact.gather(1, chosen)[:, 0])
 
@@ -120,13 +112,6 @@ def test_all_greedy_need_no_noise(scorer: Callable) -> None:
     assert torch.equal(bare, tokens) and torch.equal(same, logprobs)
     hot = torch.full_like(logits[:, 0], 2.5)
     assert not torch.equal(scorer(logits, hot, keys, positions)[0], tokens), "control"
-
-
-def test_noise_of_the_twin() -> None:
-    """Word v % 4 of counter (v // 4, position) under the key's two halves."""
-    for key, position in ((0, 0), (-1, 0xFFFFFFFF), (0x1234567890ABCDEF, 77), (-(2**63), 5)):
-        noise = twin.gumbel(torch.tensor([key]), torch.tensor([position]), 50)[0]
-        assert noise.tolist() == near(gumbel_reference(key, position, 50).tolist(), NOISE)
 
 
 @both
@@ -193,40 +178,33 @@ def test_exact_when_forced(scorer: Callable, rows: int, vocab: int) -> None:
 
 @both
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("heat", [0.0, 0.7])
-def test_exact_when_forced_on_broken_rows(scorer: Callable, heat: float) -> None:
+def test_exact_when_forced_on_broken_rows(scorer: Callable) -> None:
     """A broken row yields -1 whatever is forced; an excluded token is kept, at -inf."""
-    rows = [[NAN, 1.0, 0.0], [0.0, INF, 1.0], [NEG] * 3, [0.0, NEG, 1.0], [NEG, NEG, 5.0]]
+    rows = floats([[NAN, 1.0, 0.0], [0.0, INF, 1.0], [NEG] * 3, [0.0, NEG, 1.0], [NEG, NEG, 5.0]])
     numbers = longs(list(range(5)))
-    temperature = floats([heat] * 5)
-    tokens, logprobs = scorer(floats(rows), temperature, numbers, numbers, forced=longs([1] * 5))
-    assert tokens.tolist() == [-1, -1, -1, 1, 1]
-    assert logprobs[:3].isnan().all() and logprobs[3:].tolist() == [NEG, NEG]
+    for heat in (0.0, 0.7):
+        given = rows, floats([heat] * 5), numbers, numbers
+        tokens, logprobs = scorer(*given, forced=longs([1] * 5))
+        assert tokens.tolist() == [-1, -1, -1, 1, 1]
+        assert logprobs[:3].isnan().all() and logprobs[3:].tolist() == [NEG, NEG]
 
 
 @both
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_row_invariant(scorer: Callable) -> None:
-    """Alone, moved, among huge and broken rows, further apart; whichever others are forced."""
-    rows, vocab = 5, 5003
-    args = case(rows, vocab)
-    forced = longs([-1 if r % 3 == 0 else 31 * r for r in range(rows)])
-    whole = [scorer(*args), scorer(*args, forced=forced)]
-    for r in range(rows):
-        mine = [x[r : r + 1].clone() for x in args]
-        others = forced.flip(0).clone()
-        others[r] = forced[r]
-        found = scorer(*mine), scorer(*mine, forced=forced[r : r + 1].clone())
-        crowd = [x[r : r + 1] for x in scorer(*args, forced=others)]
-        for own, expected in ((found[0], whole[0]), (found[1], whole[1]), (crowd, whole[1])):
-            assert all(torch.equal(a[0], b[r]) for a, b in zip(own, expected, strict=True))
-    order = longs([4, 0, 2, 1, 3])
-    moved = scorer(*(x[order] for x in args))
-    assert all(torch.equal(a, b[order]) for a, b in zip(moved, whole[0], strict=True))
-    wide = torch.full((rows, vocab + 13), NAN, device=DEVICE)
-    wide[:, :vocab] = args[0]
-    wide[1::2] = NAN
-    strided = scorer(wide[:, :vocab], *args[1:])
-    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(strided, whole[0], strict=True))
+    """Alone, moved, among huge and broken rows, cut out of wider ones; whichever are forced."""
+    logits, *others = case(4, 4100)
+    forced = longs([-1, 31, 62, -1])
+    numbered = torch.cat([logits, floats([[n] for n in range(4)])], dim=1)
+
+    def run(rows: Tensor, *given: Tensor) -> Tensor:
+        number = rows[:, -1].nan_to_num(0).clamp(0, 3).long()
+        more = {"forced": given[0][number]} if given else {}
+        found = scorer(rows[:, :-1], *(x[number] for x in others), **more)
+        return torch.stack([x.double() for x in found], dim=1)
+
+    assert_row_invariant(run, numbered)
+    assert_row_invariant(lambda rows: run(rows, forced), numbered)
 
 
 def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,17 +221,10 @@ def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(other[0], tokens) and not torch.equal(other[1], logprobs)
 
 
-modules = pytest.mark.parametrize(
-    "module", [pytest.param(kernel, id="triton"), pytest.param(twin, id="twin")]
-)
+modules = pytest.mark.parametrize("module", [kernel, twin], ids=["triton", "twin"])
 # The twin takes fp32 alone.
-CASES = [
-    pytest.param(twin, torch.float32, id="twin"),
-    *(
-        pytest.param(kernel, *case.values, id=f"triton-{case.id}", marks=case.marks)
-        for case in DTYPES
-    ),
-]
+CASES = [pytest.param(kernel, *c.values, id=f"triton-{c.id}", marks=c.marks) for c in DTYPES]
+CASES += [pytest.param(twin, torch.float32, id="twin")]
 
 
 def by_address(function: Callable, row: Tensor) -> set[tuple]:
@@ -315,15 +286,15 @@ def test_exact_whole_rows(module: ModuleType) -> None:
     assert module.log_softmax(broken).isnan().all() and module.softmax(broken).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_as_sampled(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("module, dtype", CASES)
+def test_exact_as_sampled(module: ModuleType, dtype: torch.dtype) -> None:
     """A sampled token has the log-probability that stands in the whole row."""
     logits = (4 * normal(4, 67)).to(dtype)
-    heat = torch.tensor([0.0, 1.0, 0.3, 2.5], device=DEVICE)
-    tokens, logprobs = sample(logits, heat, *2 * [torch.arange(4, device=DEVICE)])
-    whole = kernel.log_softmax(logits, heat)
+    heat = floats([0.0, 1.0, 0.3, 2.5])
+    tokens, logprobs = module.sample(logits, heat, *2 * [torch.arange(4, device=DEVICE)])
+    whole = module.log_softmax(logits, heat)
     assert torch.equal(logprobs, whole.gather(1, tokens[:, None])[:, 0])
-    assert torch.equal(whole, kernel.log_softmax(logits.float(), heat))
+    assert torch.equal(whole, module.log_softmax(logits.float(), heat))
 
 
 @pytest.mark.parametrize("module, dtype", CASES)

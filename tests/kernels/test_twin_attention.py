@@ -8,21 +8,21 @@ decode rows are right too, and canonical ones never go their way.
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels import cases
+from tests.kernels.cases import sees
+from tests.kernels.layout import LARGE, Sequence, lay_out, rows_of, with_sinks
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch, within_units
 from tinyspec.determinism.rows import same_bits
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention import cut_keeps_bits
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
+EVERYONE = [*enumerate(LENGTHS)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # head_dim, kv heads, group
 SHAPES = ((64, 2, 2), (32, 1, 4), (80, 2, 1), (96, 1, 3), (128, 1, 7), (256, 1, 1))
@@ -41,50 +41,23 @@ SCALE = 1.3
 
 @cache
 def sequences(dtype, shape):
-    """q, k, v of one whole sequence per length."""
+    """One of each length."""
     dim, kv_heads, group = shape
-    g = torch.Generator().manual_seed(1)
-
-    def rand(n, heads):
-        return torch.randn(n, heads, dim, generator=g).to(dtype)
-
-    return [(rand(n, kv_heads * group), rand(n, kv_heads), rand(n, kv_heads)) for n in LENGTHS]
+    heads = kv_heads * group, kv_heads
+    return [Sequence.make(n, *heads, dim, dtype, seed=n, device="cpu") for n in LENGTHS]
 
 
-def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exact=True, step=1):
-    """Attention of the last ``rows`` rows of each chosen sequence: [(index, rows), ...].
-
-    Not scattered: on every ``step``th page of the cache.
-    """
+def run(dtype, shape, chosen, scores, page_size=128, seed=0, step=0, exact=True):
+    """Attention of the last ``rows`` rows of each chosen sequence: [(index, rows), ...]. What the
+    pages hold beside the sequences is large: it must not show."""
     dim, kv_heads, group = shape
-    g = torch.Generator().manual_seed(seed)
-    held = [sequences(dtype, shape)[n] for n, _ in chosen]
-    needs = [-(-len(q) // page_size) for q, _, _ in held]
-    pool = sum(needs) * (3 if scattered else step)
-    free = torch.randperm(pool, generator=g).tolist() if scattered else list(range(0, pool, step))
-    # What the pages hold beside the sequences is large: it must not show.
-    caches = [
-        100 * torch.randn(pool, page_size, kv_heads, dim, generator=g).to(dtype) for _ in range(2)
-    ]
-    tables, starts, rows = [], [0], []
-    for (q, k, v), need, (_, count) in zip(held, needs, chosen, strict=True):
-        tables.append([free.pop() for _ in range(need)])
-        pages = torch.tensor(tables[-1])
-        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[: len(k)]
-        for cache_, values in zip(caches, (k, v), strict=True):
-            cache_.flatten(0, 1)[slots] = values
-        rows.append(q[len(q) - count :])
-        starts.append(starts[-1] + count)
-    padding = torch.randn(3, kv_heads * group, dim).to(dtype)
-    spans = [(len(q) - count, len(q)) for (q, _, _), (_, count) in zip(held, chosen, strict=True)]
-    metadata = AttentionMetadata.of(spans, tables, page_size, exact=exact)
-    scores = dict(scores)
-    if scores.pop("sinks", None):
-        scores["sinks"] = torch.linspace(-1, 2, kv_heads * group)
-    q = torch.cat([*rows, padding])
-    out = twin.paged_attention(q, *caches, metadata, scale=SCALE * dim**-0.5, **scores)
-    assert torch.equal(out[starts[-1] :], torch.zeros_like(padding))
-    return [out[a:b] for a, b in pairwise(starts)]
+    held = [(sequences(dtype, shape)[n], LENGTHS[n] - rows, LENGTHS[n]) for n, rows in chosen]
+    work = lay_out(held, page_size, padding=3, fill=LARGE, seed=seed, step=step, exact=exact)
+    scores = with_sinks(scores, kv_heads * group, dtype)
+    out = work(SCALE * dim**-0.5, twin.paged_attention, **scores)
+    *found, rest = out.split([*(rows for _, rows in chosen), 3])
+    assert torch.equal(rest, torch.zeros_like(rest))
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -95,28 +68,29 @@ def test_tiles_with_holes_between_them(dtype, shape):
     chosen = [(1, 5), (2, 5), (3, 5), (0, 1)]
     scattered = run(dtype, shape, chosen, {})
     for step in (1, 2):
-        found = run(dtype, shape, chosen, {}, scattered=False, step=step)
+        found = run(dtype, shape, chosen, {}, step=step)
         assert all(map(torch.equal, found, scattered))
 
 
-def dense(q, k, v, dtype, sinks=False, **scores):
-    """The definition, in ``dtype``."""
-    found = torch.linspace(-1, 2, q.shape[1]) if sinks else None
-    scale = SCALE * q.shape[-1] ** -0.5
-    return cases.dense(q, k, v, dtype, scale=scale, sinks=found, **scores)
-
-
-def sdpa_error(q, k, v, scores):
-    """Error (2-norm) of torch's scaled_dot_product_attention on the same rows."""
-    bounds = {name: scores[name] for name in ("window", "chunk") if name in scores}
-    group = q.shape[1] // k.shape[1]
-    heads = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)]
-    heads = [x.transpose(0, 1)[None] for x in heads]
-    out = F.scaled_dot_product_attention(
-        *heads, attn_mask=cases.sees(len(q), **bounds), scale=SCALE * q.shape[-1] ** -0.5
+def assert_right(out, sequence, first, scores):
+    """Error of a sequence's last rows against fp64 (2-norm) at most twice torch's own in the dtype,
+    written out or SDPA."""
+    length, heads, dim = sequence.q.shape
+    scores = {"scale": SCALE * dim**-0.5, **with_sinks(scores, heads, out.dtype)}
+    exact = rows_of(sequence, first, length, torch.float64, **scores)
+    same = (rows_of(sequence, first, length, out.dtype, **scores).double() - exact).norm()
+    # Without a softcap and sinks, which SDPA has not.
+    bounds = {name: scores[name] for name in ("window", "chunk", "scale") if name in scores}
+    q, k, v = (
+        x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)[None]
+        for x in (sequence.q, sequence.k, sequence.v)
     )
-    out = out[0].transpose(0, 1)
-    return (out.double() - dense(q, k, v, torch.float64, **bounds)).norm()
+    seen = sees(length, **{n: bounds[n] for n in bounds if n != "scale"})
+    by_sdpa = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=bounds["scale"])
+    off = by_sdpa[0].transpose(0, 1).double() - rows_of(
+        sequence, 0, length, torch.float64, **bounds
+    )
+    assert norm_as_good_as_torch(out, max(same, off.norm()), exact)
 
 
 @pytest.mark.crossed(0.05)
@@ -124,13 +98,9 @@ def sdpa_error(q, k, v, scores):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_matches_reference(dtype, shape, scores):
-    """Error against fp64 (2-norm) at most twice torch's own in the dtype, written out or SDPA."""
-    outs = run(dtype, shape, [(n, length) for n, length in enumerate(LENGTHS)], scores)
-    for out, (q, k, v) in zip(outs, sequences(dtype, shape), strict=True):
-        exact = dense(q, k, v, torch.float64, **scores)
-        same = (dense(q, k, v, dtype, **scores).double() - exact).norm()
-        same = max(same, sdpa_error(q, k, v, scores))
-        assert norm_as_good_as_torch(out, same, exact)
+    outs = run(dtype, shape, EVERYONE, scores)
+    for out, sequence in zip(outs, sequences(dtype, shape), strict=True):
+        assert_right(out, sequence, 0, scores)
 
 
 @pytest.mark.crossed(0.1)
@@ -138,17 +108,16 @@ def test_matches_reference(dtype, shape, scores):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_row_invariant(dtype, shape, scores):
-    everyone = [(n, length) for n, length in enumerate(LENGTHS)]
-    whole = run(dtype, shape, everyone, scores)
+    whole = run(dtype, shape, EVERYONE, scores)
     mixes = [
         [(n, 1) for n in range(len(LENGTHS))],
         [(5, 1)],
         [(4, 3), (5, 40)],
         [(5, 2), (1, 5), (3, 128)],
     ]
-    for page_size, scattered in ((16, True), (128, True), (128, False), (256, True)):
+    for page_size, step in ((16, 0), (128, 0), (128, 1), (256, 0)):
         for chosen in mixes:
-            outs = run(dtype, shape, chosen, scores, page_size, page_size, scattered)
+            outs = run(dtype, shape, chosen, scores, page_size, page_size, step)
             for (n, rows), out in zip(chosen, outs, strict=True):
                 assert torch.equal(out, whole[n][len(whole[n]) - rows :])
 
@@ -158,19 +127,21 @@ def test_row_invariant(dtype, shape, scores):
 def test_pages_of_others_are_not_read(page_size, exact):
     """Not even masked, for their values may be NaN: neither behind a short sequence's last page,
     where the table is filled up with zeros, nor between two sequences."""
-    lengths = (5, 300, 129)
-    needs = [-(-length // page_size) for length in lengths]
-    first = [1 + sum(needs[:n]) + n for n in range(len(needs))]
-    tables = [list(range(page, page + need)) for page, need in zip(first, needs, strict=True)]
-    caches = torch.full((2, 2 + sum(needs) + len(needs), page_size, 2, 64), torch.nan)
+    tables, first = [], 1
+    for length in (5, 300, 129):
+        tables.append(list(range(first, first - (-length // page_size))))
+        first = tables[-1][-1] + 2
+    made = [Sequence.make(n, 4, 2, 64, torch.float32, device="cpu") for n in (5, 300, 129)]
+    chunks = [(sequence, len(sequence.q) - 1, len(sequence.q)) for sequence in made]
+    work = lay_out(chunks, page_size, tables=tables, exact=exact)
+    others = torch.ones(len(work.k_cache), dtype=torch.bool)
     for pages in tables:
-        caches[:, pages] = torch.randn(2, len(pages), page_size, 2, 64)
-    q = torch.randn(3, 4, 64)
-    spans = [(length - 1, length) for length in lengths]
-    metadata = AttentionMetadata.of(spans, tables, page_size, exact=exact)
-    assert twin.paged_attention(q, *caches, metadata, scale=1 / 8).isfinite().all()
-    caches[:, first[1]] = torch.nan  # control: a page of its own
-    assert not twin.paged_attention(q, *caches, metadata, scale=1 / 8).isfinite().all()
+        others[pages] = False
+    for cached in (work.k_cache, work.v_cache):
+        cached[others] = torch.nan
+    assert work(attend=twin.paged_attention).isfinite().all()
+    work.k_cache[tables[1][0]] = torch.nan  # control: a page of its own
+    assert not work(attend=twin.paged_attention).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -180,14 +151,10 @@ def test_every_row_alone_equals_itself_in_the_prompt(bound):
     """Row by row through a sequence of 300, across every tile, window and chunk boundary."""
     dtype, shape = torch.float32, SHAPES[0]
     whole = run(dtype, shape, [(5, 300)], bound)[0]
-    q, k, v = sequences(dtype, shape)[5]
-    caches = [torch.zeros(3, 128, 2, 64) for _ in range(2)]
-    for cache_, values in zip(caches, (k, v), strict=True):
-        cache_.flatten(0, 1)[:300] = values
+    sequence = sequences(dtype, shape)[5]
     for position in range(300):
-        metadata = AttentionMetadata.of([(position, position + 1)], [[0, 1, 2]], 128)
-        row = q[position : position + 1]
-        out = twin.paged_attention(row, *caches, metadata, scale=SCALE / 8, **bound)
+        work = lay_out([(sequence, position, position + 1)], 128, tables=[[0, 1, 2]])
+        out = work(SCALE / 8, twin.paged_attention, **bound)
         assert torch.equal(out[0], whole[position]), position
 
 
@@ -224,11 +191,10 @@ def test_calls_are_cut_without_a_trace(monkeypatch, scores, limit, number):
     calls = []
     attend = twin.attend_tiles
     monkeypatch.setattr(twin, "attend_tiles", lambda *a, **k: calls.append(1) or attend(*a, **k))
-    chosen = [(n, length) for n, length in enumerate(LENGTHS)]
-    before = run(torch.float32, SHAPES[0], chosen, scores, scattered=False)
+    before = run(torch.float32, SHAPES[0], EVERYONE, scores, step=1)
     together = len(calls)
     monkeypatch.setattr(attention_plan, limit, number)
-    after = run(torch.float32, SHAPES[0], chosen, scores, scattered=False)
+    after = run(torch.float32, SHAPES[0], EVERYONE, scores, step=1)
     assert len(calls) - together > together
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -241,26 +207,25 @@ def test_calls_are_cut_without_a_trace(monkeypatch, scores, limit, number):
 def test_the_sign_of_zero(heads, scores, share):
     """Results that underflow to -0.0, within a tile or where the sum over tiles is rounded to fp16:
     the same bits in a call of one tile and in one of several."""
-    q_heads, kv_heads = heads
     least = -(2.0**-24)  # of fp16
-    caches = torch.randn(2, 3, 128, kv_heads, 64).half()
-    caches[1] = torch.where(torch.rand(caches[1].shape) < share, least, 0.0).half()
-    q = torch.randn(2, q_heads, 64).half()
-    scores = {"scale": 1 / 8, **scores}
+    chunks = []
+    for length in (100, 200):
+        made = Sequence.make(length, *heads, 64, torch.float16, seed=length, device="cpu")
+        made.v = torch.where(torch.rand(made.v.shape) < share, least, 0.0).half()
+        chunks.append((made, length - 1, length))
     if "sinks" in scores:
-        scores["sinks"] = torch.full((q_heads,), scores["sinks"])
-    spans, tables = [(99, 100), (199, 200)], [[0], [1, 2]]
-    both = AttentionMetadata.of(spans, tables, 128)
-    one = AttentionMetadata.of(spans[:1], tables[:1], 128)
-    together = twin.paged_attention(q, *caches, both, **scores)[:1]
-    alone = twin.paged_attention(q[:1], *caches, one, **scores)
+        scores = {"sinks": torch.full(heads[:1], scores["sinks"])}
+    together, alone = (
+        lay_out(given, 128, step=1)(attend=twin.paged_attention, **scores)[:1]
+        for given in (chunks, chunks[:1])
+    )
     assert (alone == 0).any()
     assert same_bits(alone, together)
 
 
 # Rows of each length that the pass holds: prompts, parts of prompts, decode rows, two by two.
 ROWS = (
-    [(n, length) for n, length in enumerate(LENGTHS)],
+    EVERYONE,
     [(n, 1) for n in range(len(LENGTHS))],
     [(5, 300), (1, 1), (4, 3), (2, 1), (5, 40), (3, 128), (0, 1)],
 )
@@ -273,45 +238,29 @@ ROWS = (
 def test_plain_rows_match_reference(dtype, shape, scores):
     """Those that need not be canonical; prompts have the bits of canonical ones."""
     for chosen in ROWS:
-        for page_size, scattered in ((16, True), (128, False)):
-            given = dtype, shape, chosen, scores, page_size, len(chosen), scattered
+        for page_size, step in ((16, 0), (128, 1)):
+            given = dtype, shape, chosen, scores, page_size, len(chosen), step
             outs = run(*given, exact=False)
             for out, own, (n, rows) in zip(outs, run(*given), chosen, strict=True):
-                q, k, v = sequences(dtype, shape)[n]
-                exact = dense(q, k, v, torch.float64, **scores)[len(q) - rows :]
-                same = (dense(q, k, v, dtype, **scores)[len(q) - rows :].double() - exact).norm()
                 assert rows == 1 or torch.equal(out, own)
-                assert norm_as_good_as_torch(out, max(same, sdpa_error(q, k, v, scores)), exact)
+                assert_right(out, sequences(dtype, shape)[n], LENGTHS[n] - rows, scores)
 
 
-def decode(dtype, lengths, pages, size, window=0, rows=()):
-    """Each of the sequences' last rows, on these pages of a cache that is NaN everywhere else.
-
-    rows: how many of each; one where nothing is said.
-    """
-    heads, group, dim = 2, 3, 32
-    generator = torch.Generator().manual_seed(0)
-    caches = torch.full((2, 18, size, heads, dim), torch.nan, dtype=dtype)
-    expected = []
+def decode(dtype, lengths, pages, window=0, rows=()):
+    """The last rows of each of the sequences, one where nothing is said, on these pages of 128
+    tokens of a cache that is NaN everywhere else."""
     rows = rows or [1] * len(lengths)
-    starts = [sum(rows[:n]) for n in range(len(rows) + 1)]
-    q = torch.randn(starts[-1], heads * group, dim, generator=generator).to(dtype)
-    for n, (length, own) in enumerate(zip(lengths, pages, strict=True)):
-        caches[:, own] = 0
-        kv = torch.randn(2, length, heads, dim, generator=generator).to(dtype)
-        slots = [own[p // size] * size + p % size for p in range(length)]
-        for held, values in zip(caches, kv, strict=True):
-            held.flatten(0, 1)[slots] = values
-        for row in range(starts[n], starts[n + 1]):
-            end = length - (starts[n + 1] - row) + 1
-            seen = kv[:, max(0, end - window) if window else 0 : end].double()
-            k, v = seen.repeat_interleave(group, dim=2)
-            weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
-            expected.append(torch.einsum("hl,lhd->hd", weights, v))
-    spans = [(length - count, length) for length, count in zip(lengths, rows, strict=True)]
-    metadata = AttentionMetadata.of(spans, pages, size, exact=False)
-    found = twin.paged_attention(q, *caches, metadata, scale=dim**-0.5, window=window)
-    assert within_units(found, torch.stack(expected), 16), "NaN included"
+    chunks = [
+        (Sequence.make(length, 6, 2, 32, dtype, seed=seed, device="cpu"), length - count, length)
+        for seed, (length, count) in enumerate(zip(lengths, rows, strict=True))
+    ]
+    work = lay_out(chunks, 128, fill=torch.nan, values=torch.nan, tables=pages, exact=False)
+    for own, length in zip(pages, lengths, strict=True):
+        for held in (work.k_cache, work.v_cache):
+            held[own[-1], (length - 1) % 128 + 1 :] = 0
+    expected = [rows_of(*chunk, torch.float64, window=window) for chunk in chunks]
+    found = work(attend=twin.paged_attention, window=window)
+    assert within_units(found, torch.cat(expected), 16), "NaN included"
 
 
 CONTEXTS = (  # lengths, pages, rows of each, in how many calls the rows that are alone run
@@ -344,23 +293,23 @@ def test_contexts_anywhere(monkeypatch, dtype):
     monkeypatch.setattr(twin, "page_runs", lambda *args: calls.append(plan(*args)) or calls[-1])
     for lengths, pages, rows, count in CONTEXTS:
         del calls[:]
-        decode(dtype, lengths, pages, 128, rows=rows)
+        decode(dtype, lengths, pages, rows=rows)
         assert [len(found) for found in calls] == [count]
     del calls[:]
-    decode(dtype, [70, 70], [[2], [3]], 128, window=30)
+    decode(dtype, [70, 70], [[2], [3]], window=30)
     assert calls == [[]]
 
 
 def test_a_masked_key_must_be_finite(monkeypatch):
     """Control: contexts of unlike pages would reach into what lies between them."""
     lengths, pages = [70, 200], [[1], [4, 5]]
-    decode(torch.float32, lengths, pages, 128)
+    decode(torch.float32, lengths, pages)
     whole = twin.PageRun(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
     whole.mask[0, ..., 70:] = -1e30
     monkeypatch.setattr(twin, "page_runs", lambda *args: [whole])
     monkeypatch.setattr(twin, "all_finite", lambda *_: True)
     with pytest.raises(AssertionError, match="NaN"):
-        decode(torch.float32, lengths, pages, 128)
+        decode(torch.float32, lengths, pages)
 
 
 @pytest.mark.crossed(0.01)
@@ -371,14 +320,12 @@ def test_a_masked_key_must_be_finite(monkeypatch):
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 32), (torch.bfloat16, 16)], ids=str)
 def test_queries_may_lie_anyhow(exact, kv_heads, rows, lengths, dtype, dim):
     """Part of a fused projection, or transposed by the attention interface: the same bits."""
-    heads, size = 4, 128
-    caches = torch.randn(2, 6, size, kv_heads, dim).to(dtype)
-    wide = torch.randn(len(lengths) * rows, heads + 2, dim).to(dtype)[:, :heads]
-    transposed = wide.transpose(0, 1).contiguous().transpose(0, 1)
+    made = [Sequence.make(n, 6, kv_heads, dim, dtype, device="cpu") for n in lengths]
+    chunks = [(sequence, len(sequence.q) - rows, len(sequence.q)) for sequence in made]
+    work = lay_out(chunks, 128, exact=exact)
+    wide = work.q[:, :4]
     found = []
-    for q in (wide, transposed, wide.contiguous()):
-        spans = [(length - rows, length) for length in lengths]
-        tables = [[1], [3, 4]][: len(spans)]
-        metadata = AttentionMetadata.of(spans, tables, size, exact=exact)
-        found.append(twin.paged_attention(q, *caches, metadata, scale=dim**-0.5))
+    for q in (wide, wide.transpose(0, 1).contiguous().transpose(0, 1), wide.contiguous()):
+        work.q = q
+        found.append(work(attend=twin.paged_attention))
     assert all(torch.equal(out, found[0]) and out.is_contiguous() for out in found)

@@ -1,5 +1,7 @@
 """Autocast around the making of an engine, around a model's forward, and inside of it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -107,13 +109,13 @@ def test_a_forward_below_accelerates_is_kept():
         assert served(prepared(models[0])) == served(models[1]) != served(tiny())
 
 
-def in_its_own_code(model):
-    class Quick(type(model.model.layers[1].mlp)):
+def in_its_own_code(model, enabled=True):
+    class Other(type(model.model.layers[1].mlp)):
         def forward(self, x):
-            with bf16():
-                return super().forward(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                return super().forward(x if enabled else x.float())
 
-    model.model.layers[1].mlp.__class__ = Quick
+    model.model.layers[1].mlp.__class__ = Other
 
 
 def by_hooks(model):
@@ -127,33 +129,18 @@ def by_hooks(model):
     mlp.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None))
 
 
-def off_in_its_own_code(model):
-    class Precise(type(model.model.layers[1].mlp)):
-        def forward(self, x):
-            with torch.autocast("cpu", enabled=False):
-                return super().forward(x.float())
-
-    model.model.layers[1].mlp.__class__ = Precise
-
-
-def test_a_linear_without_it_is_refused():
-    model = tiny()
-    off_in_its_own_code(model)
-    assert served(model)[0]  # where there is nothing to turn off
-    with bf16():
-        engine = Engine(model, config=CONFIG)
-    with (
-        engine,
-        pytest.raises(DeterminismError, match=r"layers\.1\.mlp.* turns autocast on or off"),
-    ):
-        engine.generate(prompts(3), PARAMS)
-
-
-@pytest.mark.parametrize("turn_on", [in_its_own_code, by_hooks])
+@pytest.mark.parametrize("turn_on", [in_its_own_code, by_hooks, None], ids=str)
 def test_anything_else_is_refused(turn_on):
-    model = tiny("llama", torch.bfloat16)
-    turn_on(model)
-    with Engine(model, config=CONFIG) as engine:
+    """Where plain requests are served. None: it is turned off, of an engine made under it."""
+    model = tiny("llama", torch.bfloat16 if turn_on else torch.float32)
+    if turn_on:
+        turn_on(model)
+    else:
+        in_its_own_code(model, enabled=False)
+        assert served(model)[0]  # where there is nothing to turn off
+    with nullcontext() if turn_on else bf16():
+        engine = Engine(model, config=CONFIG)
+    with engine:
         with pytest.raises(DeterminismError, match=r"layers\.1\.mlp.* turns autocast on"):
             engine.generate(prompts(3), PARAMS)
         plain = SamplingParams(max_new_tokens=6)

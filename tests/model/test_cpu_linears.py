@@ -1,19 +1,25 @@
-"""Passes that need not be canonical run some linears by torch's default: no bit shows it.
-
-``quick`` makes that way split its sum elsewhere, whatever the CPU, and counts rows.
-"""
+"""Stand-ins for linears: right, shared, and gone without a trace. Passes that need not be canonical
+run some by torch's default: no bit shows it (``quick``: that way splits its sum elsewhere, whatever
+the CPU). And linears in tiles of rows: buckets whose plain linears have other bits are canonical
+all the same (``breaks_above``: torch's linear splits its sum elsewhere in passes of more than 16
+rows, as some matrix libraries do). Sums in fp64, so that nothing else decides the bits."""
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tests.support.budget import first
+from tests.support.cases import drain
 from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears, two_sums
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.cpu_linears import (
     MKL_ROWS,
@@ -21,7 +27,9 @@ from tinyspec.model.cpu_linears import (
     CpuLinear,
     OneDnnLinear,
     TransposedLinear,
+    cpu_has,
 )
+from tinyspec.model.linears import RowTiles, kernel_stand_ins
 from tinyspec.model.shadow import standing_in
 
 # Which linear, and the row counts that are quicker by torch's default.
@@ -38,11 +46,7 @@ def quick(monkeypatch, no_results_on_disk):
 
     def split(linear, x):
         calls.append(x.shape[:-1].numel())
-        cut = linear.weight.shape[1] // 2
-        wide, exact = x.double(), linear.weight.double()
-        out = (wide[..., :cut] @ exact[:, :cut].T).to(x.dtype)
-        out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
-        return out if linear.bias is None else out + linear.bias
+        return two_sums(x, linear.weight, linear.bias, linear.weight.shape[1] // 2)
 
     monkeypatch.setattr(CpuLinear, "default", split)
     monkeypatch.setattr(linears, "_works", lambda: True)
@@ -60,16 +64,18 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
 @pytest.mark.parametrize(("kind", "name", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
-def test_products(kind, name, dtype, most, shape, bias):
+def test_products(kind, name, dtype, most, bias):
     """The same as the linear's, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=dtype)
-    product, x = getattr(standing_in(own, kind), name), torch.randn(shape, dtype=dtype)
-    with torch.no_grad():
-        found, exact = product(x), own.double()(x.double())
-    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
-    assert (found.double() - exact).norm() <= most * exact.norm()
+    product = getattr(standing_in(own, kind), name)
+    for shape in ((96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)):
+        x = torch.randn(shape, dtype=dtype)
+        with torch.no_grad():
+            found, exact = product(x), own.double()(x.double())
+            own.to(dtype)
+        assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
+        assert (found.double() - exact).norm() <= most * exact.norm()
 
 
 @both
@@ -91,7 +97,6 @@ def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype)
     with Engine(model, config=replace(config, verify="always")) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
     with Engine(model, config=config) as engine:
-        assert [bits(solo(engine, needle)) for needle in needles()[::2]] == alone
         requests = [*needles()[::2], *crowd(random.Random(0), 8)]
         del quick[:]
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
@@ -123,3 +128,142 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
             engine.admission.prefix.pages[taken] = page
             engine.admission.prefix.keys[page] = taken
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)
+
+
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
+
+
+def served(model):
+    kinds = (OneDnnLinear, TransposedLinear, nn.Linear)
+    found = (next((k for k in kinds if isinstance(m, k)), None) for m in model.modules())
+    return [kind for kind in found if kind]
+
+
+def test_an_engine_serves_plain_linears_alone():
+    model = tiny()
+    before = served(model)
+    weights = {id(p) for p in model.parameters()}
+    with Engine(model) as engine:
+        assert set(served(engine.runner.model)) == {OneDnnLinear}
+        assert {id(p) for p in model.parameters()} == weights
+    assert served(model) == before
+    with Engine(tiny("llama", torch.bfloat16)) as engine:
+        assert set(served(engine.runner.model)) == {
+            TransposedLinear if cpu_has("amx_bf16") else nn.Linear
+        }
+
+
+def test_without_the_operator_linears_stay(monkeypatch):
+    """And the fingerprint says so, for the bits are others."""
+    params = SamplingParams(max_new_tokens=5, deterministic=True)
+    with Engine(tiny(), config=CONFIG) as engine:
+        first = engine.generate(prompts(3), params)[0]
+    monkeypatch.setattr(linears, "_works", lambda: False)
+    with Engine(tiny(), config=CONFIG) as engine:
+        assert set(served(engine.runner.model)) == {nn.Linear}
+        assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
+
+
+def test_what_is_not_a_plain_linear_stays():
+    whole, conv = tiny(), tiny("gpt2")
+    plain = (nn.Linear, Conv1D)
+    for model in (whole, conv):
+        linears = [module for module in model.modules() if isinstance(module, plain)]
+        assert [*kernel_stand_ins(model, linear)] == linears
+    assert kernel_stand_ins(replace_linears(tiny(), ShapeSensitiveLinear), linear) == {}
+
+    class Packed(torch.Tensor):
+        pass
+
+    hooked, patched, wide, packed = (nn.Linear(8, 8) for _ in range(4))
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = lambda x: x
+    wide.double()
+    packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
+    model = nn.Sequential(hooked, patched, wide, packed, nn.Linear(8, 8))
+    assert list(kernel_stand_ins(model, linear)) == [model[4]]
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
+    """Of frozen weights, too, by which torch multiplies a part of [1, R, in] as a batch."""
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 1408, bias=False, dtype=torch.bfloat16).requires_grad_(gradient)
+    x = torch.randn(1, 64, 512).to(torch.bfloat16)
+    whole = [part[0].clone()[None] for part in x.split(32, dim=1)]
+    with torch.no_grad():
+        expected = torch.cat([linear(part) for part in whole], dim=1)
+        RowTiles(SimpleNamespace(canonical=True)).bind([linear], 32)
+        assert torch.equal(linear(x), expected)
+
+
+@pytest.fixture
+def breaks_above(monkeypatch, no_results_on_disk):
+    """torch's linear with other partial sums above 16 rows; counts its row counts."""
+    calls = []
+
+    def linear(x, weight, bias=None):
+        rows = x.shape[:-1].numel()
+        calls.append(rows)
+        return two_sums(x, weight, bias, weight.shape[1] // (2 if rows <= 16 else 3))
+
+    monkeypatch.setattr(nn.functional, "linear", linear)
+    # Canonical passes go by it, whatever the CPU, and there is no other way for few rows.
+    monkeypatch.setattr(linears, "cpu_has", lambda name: False)
+    return calls
+
+
+def run(engine, requests):
+    outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+    return [bits(output) for output in outputs]
+
+
+@pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded"], 2))
+def test_bits_in_tiles_are_those_of_the_reference_bucket(breaks_above, verify):
+    """``verify="always"`` commits from the reference bucket alone: the oracle of the others."""
+    requests = [*needles()[::2], *crowd(random.Random(0), 8)]
+    model = tiny(dtype=torch.bfloat16)
+    # 24 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
+    reference = 8 if verify == "direct" else 16
+    config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
+    with Engine(model, config=replace(config, verify="always")) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
+    with Engine(model, config=config) as engine:
+        del breaks_above[:]
+        assert run(engine, requests)[: len(alone)] == alone
+        canonical = [record for record in engine.records if record.way in ("direct", "padded")]
+        assert any(record.bucket > 16 for record in canonical)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
+    """The same passes with linears run whole: other bits, so the comparison above can fail."""
+    requests = [*needles()[::2], *crowd(random.Random(0), 8)]
+    config = EngineConfig(reference_rows=16, max_rows=32, max_sequences=24, verify="padded")
+    with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
+        engine.release()
+        engine.served.tiles.unbind()
+        monkeypatch.setattr(engine.contract, "refresh", lambda digest: [])
+        assert run(engine, requests)[: len(alone)] != alone
+
+
+def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
+    """A deterministic request waits behind older plain prompts, which fill canonical passes by
+    themselves: their pages count as canonical, so these passes run in tiles as well."""
+    model = tiny(dtype=torch.bfloat16)
+    shared = [n % 97 + 1 for n in range(300)]
+    mine = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
+    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
+    with Engine(model, config=config) as engine:
+        alone = bits(engine.generate([[*shared, 5]], mine)[0])
+        engine.release()
+        for n in range(2):
+            engine.add_request([*shared, n], SamplingParams(max_new_tokens=2))
+        request_id = engine.add_request([*shared, 5], mine)
+        first = len(engine.records)
+        done = drain(engine)
+        passes = engine.records[first:]
+        assert bits(done[request_id]) == alone
+    assert sum(record.left_out == 2 for record in passes) > 3
+    assert all(record.way for record in passes if record.canonical and record.bucket > 16)

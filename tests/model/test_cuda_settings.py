@@ -83,44 +83,30 @@ def test_both_settings_of_a_precision():
     assert 0 < refused < len(CALLERS)
 
 
-def test_control_a_precision_by_operator_alone(monkeypatch):
-    """As it was: the older setting cannot be read in a pass."""
-    only = (torch_settings._precision("cuda", "matmul"), torch_settings._precision("cuda", "conv"))
-    monkeypatch.setattr(torch_settings, "_of_process", lambda: only)
-    with caller("high", True, ("tf32", "tf32", "tf32", "tf32")), pinned("cuda"):
-        assert older()[1:] == [None, None]
-
-
-def put(name: str, value: object) -> None:
-    setattr(BLAS, name, value)
-
-
 REDUCTIONS = [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
 BOTH = [name for first in REDUCTIONS for name in (first, f"{first}_split_k")]
-OTHERS = {
-    "fp16 accumulation": (
+# How to read one, how to change it, and what it is in a pass.
+OTHERS = [
+    (
         lambda: BLAS.allow_fp16_accumulation,
-        lambda: put("allow_fp16_accumulation", True),
+        lambda: setattr(BLAS, "allow_fp16_accumulation", True),
         False,
     ),
-    "multiprocessors": (
-        C._get_sm_carveout_experimental,
-        lambda: C._set_sm_carveout_experimental(16),
-        None,
-    ),
-}
+    (C._get_sm_carveout_experimental, lambda: C._set_sm_carveout_experimental(16), None),
+]
 if isinstance(C._get_cublas_allow_fp16_reduced_precision_reduction(), tuple):  # since torch 2.13
-    OTHERS["reductions and split-K"] = (
-        lambda: [getattr(BLAS, name) for name in BOTH],
-        lambda: [put(name, (False, False)) for name in REDUCTIONS],
-        [False, True] * 2,
+    OTHERS.append(
+        (
+            lambda: [getattr(BLAS, name) for name in BOTH],
+            lambda: [setattr(BLAS, name, (False, False)) for name in REDUCTIONS],
+            [False, True] * 2,
+        )
     )
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_settings(name):
+@pytest.mark.parametrize("get, change, expected", OTHERS)
+def test_other_settings(get, change, expected):
     """Also where they are changed within a step."""
-    get, change, expected = OTHERS[name]
     default = [(setting, setting.get()) for setting in torch_settings._of_process()]
     try:
         change()

@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.support import zoo
 from tests.support.drop_in import random_ids
 from tests.support.tiny import tiny
-from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import install
 from tinyspec.model.fused_layer import FusedLayer, FusedNorm, GatedMlp
@@ -59,14 +58,17 @@ def prompt_logprobs(engine, prompt=PROMPT):
     return torch.tensor(found[1:], dtype=torch.float64)
 
 
-@pytest.mark.crossed(0.1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FORMS)
-def test_which_layers(family, dtype, forced):
-    model = zoo.tiny(family).to(dtype)
-    with Engine(model, config=CONFIG) as engine:
+@pytest.mark.parametrize("family", [*FORMS, *OTHERS, *SCALED])
+def test_which_layers(family, forced, caplog):
+    model = zoo.tiny(family)
+    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG) as engine:
         served = engine.runner.model
         layers = fused_in(served, FusedLayer).values()
+        assert bool(fused_in(served)) == (family in FORMS)
+    told = [r.getMessage() for r in caplog.records if "keeps its own forward" in r.getMessage()]
+    assert len(told) == (family in SCALED)
+    assert all("DecoderLayer" in message for message in told)
+    if family in FORMS:
         assert len(layers) == model.config.num_hidden_layers
         for layer in layers:
             norm, mlp = layer.post_attention_layernorm, layer.mlp
@@ -76,16 +78,6 @@ def test_which_layers(family, dtype, forced):
         norms = [layer.input_layernorm for layer in layers]
         following = [*norms, served.base_model.norm][1:]
         assert [layer.tinyspec_next for layer in layers] == following
-
-
-@pytest.mark.parametrize("family", [*OTHERS, *SCALED])
-def test_others_are_left_alone(family, forced, caplog):
-    model = zoo.tiny(family)
-    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG) as engine:
-        assert not fused_in(engine.runner.model)
-    told = [r.getMessage() for r in caplog.records if "keeps its own forward" in r.getMessage()]
-    assert len(told) == (family in SCALED)
-    assert all("DecoderLayer" in message for message in told)
 
 
 @pytest.mark.crossed(0.1)
@@ -138,35 +130,23 @@ def centred(norm, x):
     return LlamaRMSNorm.forward(norm, x - x.mean(-1, keepdim=True))
 
 
-ALTERED = {
-    "": (scaled, without_positions, other_epsilon),
-    "mlp": (gate_for_up,),
-    "input_layernorm": (centred,),
-    "post_attention_layernorm": (centred,),
-}
+ALTERED = [("", forward) for forward in (slower, scaled, without_positions, other_epsilon)]
+ALTERED += [("mlp", gate_for_up)]
+ALTERED += [(norm, centred) for norm in ("input_layernorm", "post_attention_layernorm")]
 
 
-@pytest.mark.crossed(0.1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("part", "forward"),
-    [(part, forward) for part, forwards in ALTERED.items() for forward in forwards],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_layer_that_computes_another_is_left_alone(part, forward, dtype, forced, caplog):
+def test_a_layer_that_computes_another_is_left_alone(dtype, forced, caplog):
     """Only the altered one, whose neighbours add by themselves around it."""
-    model = tiny("llama", dtype)
-    alter(model.model.layers[0].get_submodule(part), forward)
-    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG) as engine:
-        assert list(fused_in(engine.runner.model, FusedLayer)) == ["model.layers.1"]
-    assert "keeps its own forward" in caplog.text
-
-
-def test_control_a_forward_written_again(forced):
-    model = tiny()
-    alter(model.model.layers[0], slower)
-    with Engine(model, config=CONFIG) as engine:
-        assert len(fused_in(engine.runner.model, FusedLayer)) == 2
+    for part, forward in ALTERED:
+        model = tiny("llama", dtype)
+        alter(model.model.layers[0].get_submodule(part), forward)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG) as engine:
+            found = list(fused_in(engine.runner.model, FusedLayer))
+        kept = ["model.layers.0"] if forward is slower else []  # control: written again
+        assert found == [*kept, "model.layers.1"], forward
+        assert bool(kept) != ("keeps its own forward" in caplog.text)
 
 
 def alter(module, forward):
@@ -175,12 +155,14 @@ def alter(module, forward):
 
 
 HOOKED = ("", "input_layernorm", "post_attention_layernorm", "mlp", "mlp.act_fn")
+# Parts that are called all the same: attention and linears run their hooks.
+CALLED = ("mlp.gate_proj", "mlp.down_proj", "self_attn.o_proj")
 
 
 @pytest.mark.crossed(0.1)
-@pytest.mark.parametrize("part", HOOKED)
+@pytest.mark.parametrize("part", [*HOOKED, *CALLED])
 @pytest.mark.parametrize("how", ["hook", "forward"])
-def test_a_layer_with_code_of_the_user_is_left_alone(part, how, forced, caplog):
+def test_a_layer_with_code_of_the_user_is_left_alone(part, how, forced):
     model, calls = tiny(), []
     module = model.model.layers[1].get_submodule(part)
     if how == "hook":
@@ -188,24 +170,11 @@ def test_a_layer_with_code_of_the_user_is_left_alone(part, how, forced, caplog):
     else:
         own = module.forward
         module.forward = lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1]
-    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG) as engine:
-        assert list(fused_in(engine.runner.model, FusedLayer)) == ["model.layers.0"]
+    with Engine(model, config=CONFIG) as engine:
+        assert len(fused_in(engine.runner.model, FusedLayer)) == 1 + (part in CALLED)
         del calls[:]
         prompt_logprobs(engine)
         assert calls
-    assert "has hooks or another forward" in caplog.text
-
-
-def test_hooks_on_parts_that_are_called(forced):
-    """Attention and linears run theirs."""
-    model, calls = tiny(), []
-    for name in ("mlp.gate_proj", "mlp.down_proj", "self_attn.o_proj"):
-        model.model.layers[1].get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
-    with Engine(model, config=CONFIG) as engine:
-        assert len(fused_in(engine.runner.model, FusedLayer)) == 2
-        del calls[:]
-        prompt_logprobs(engine)
-        assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -271,21 +240,3 @@ def test_fingerprints_tell_layers_apart(no_results_on_disk):
         with engine_of(tiny(), replace(SMALL_CONFIG, linear="never"), fused) as engine:
             found.append(engine.fingerprint)
     assert found[0] == found[2] != found[1]
-
-
-@pytest.mark.slow("crosses", 6)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the model and the twins are on a CPU")
-@pytest.mark.parametrize("linear", ["auto", "always"])
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_layers_by_interpreted_kernels(family, linear):
-    """A Triton engine fuses its layers unasked, and gives the tokens of the layers' own forward."""
-    model, found = zoo.tiny(family), []
-    for backend in ("triton", "torch"):
-        config = replace(SMALL_CONFIG, backend=backend, linear=linear)
-        with Engine(model, config=config) as engine:
-            assert bool(fused_in(engine.runner.model)) == (backend == "triton")
-            params = SamplingParams(max_new_tokens=4, logprobs=True)
-            found.append(engine.generate([PROMPT[:5]], params)[0].completions[0])
-    assert found[0].token_ids == found[1].token_ids
-    logprobs = (torch.tensor(one.logprobs, dtype=torch.float64) for one in found)
-    assert close(*logprobs, LOGPROBS)

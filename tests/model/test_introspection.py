@@ -21,29 +21,27 @@ from tinyspec.runner import parity_check
 ROWS = 12
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 4096, 131072])
-def test_windows_and_chunks_of_any_size(size):
-    assert reach_of(sliding_window_causal_mask_function(size), ROWS, size) == Reach(window=size)
+def test_windows_and_chunks_of_any_size():
     padding = torch.zeros(1, dtype=torch.long)
-    found = reach_of(chunked_causal_mask_function(size, padding), ROWS, size)
-    # One key is one key.
-    assert found == (Reach(chunk=size) if size > 1 else Reach(window=1))
+    for size in (1, 2, 3, 16, 4096, 131072):
+        window = reach_of(sliding_window_causal_mask_function(size), ROWS, size)
+        chunk = reach_of(chunked_causal_mask_function(size, padding), ROWS, size)
+        assert window == Reach(window=size)
+        assert chunk == (Reach(chunk=size) if size > 1 else Reach(window=1)), "one key is one key"
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        lambda batch, head, q, kv: kv >= 0 * q,  # both ways
-        lambda batch, head, q, kv: kv < q,
-        and_masks(causal_mask_function, lambda batch, head, q, kv: (q - kv) % 2 == 0),
-        or_masks(causal_mask_function, lambda batch, head, q, kv: kv < 3),
-        sliding_window_causal_mask_function(16),
-    ],
-    ids=["both ways", "without itself", "every second", "a prefix", "another window"],
-)
-@pytest.mark.parametrize("size", [None, 32])
-def test_other_masks_are_not_known(mask, size):
-    assert reach_of(mask, ROWS, size) is None
+UNKNOWN = {
+    "both ways": lambda batch, head, q, kv: kv >= 0 * q,
+    "without itself": lambda batch, head, q, kv: kv < q,
+    "every second": and_masks(causal_mask_function, lambda batch, head, q, kv: (q - kv) % 2 == 0),
+    "a prefix": or_masks(causal_mask_function, lambda batch, head, q, kv: kv < 3),
+    "another window": sliding_window_causal_mask_function(16),
+}
+
+
+def test_other_masks_are_not_known():
+    for name, mask in UNKNOWN.items():
+        assert [reach_of(mask, ROWS, size) for size in (None, 32)] == [None, None], name
 
 
 def reaches(kind, **changes):
@@ -67,14 +65,19 @@ def test_windows_come_from_masks():
     assert set(reaches("llama4_text")) == {Reach(), Reach(chunk=32)}
 
 
-def test_no_mask_function_is_left_behind():
-    """Neither after recording nor after a refusal."""
+def test_recording_leaves_nothing_behind():
+    """Mask functions, generators, modes: neither after recording nor after a refusal."""
     before = dict(AttentionMaskInterface._global_mapping)
-    reaches("gpt2")
-    with pytest.raises(UnsupportedModelError):
-        Engine(tiny("doge"))
-    with pytest.raises(UnsupportedModelError):
-        Engine(tiny("moshi"))
+    model = tiny("gpt2").train()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with Engine(model):
+        assert torch.equal(torch.rand(2), expected)
+    assert model.transformer.drop.training and model.training
+    for kind in ("doge", "moshi"):
+        with pytest.raises(UnsupportedModelError):
+            Engine(tiny(kind))
     assert dict(AttentionMaskInterface._global_mapping) == before
 
 
@@ -95,14 +98,3 @@ def test_weights_that_show_nothing_are_tried_with_others(known, monkeypatch):
         assert engine.generate(prompt, params)[0].completions[0].token_ids == [0] * 6
         model.load_state_dict(filled.state_dict())
         assert engine.generate(prompt, params)[0].completions[0].token_ids == expected
-
-
-def test_recording_leaves_generators_and_modes_alone():
-    model = tiny("gpt2").train()
-    assert model.transformer.drop.training
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    with Engine(model):
-        assert torch.equal(torch.rand(2), expected)
-    assert model.transformer.drop.training and model.training

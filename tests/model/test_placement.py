@@ -60,41 +60,30 @@ def test_a_forward_below_accelerates_is_the_users():
     refused(model, "a forward over its attention's interface raised TypeError")
 
 
-def disk(model, tmp_path):
-    """As ``from_pretrained`` leaves it."""
+def test_offloading_is_refused(tmp_path):
+    """To a disk, as ``from_pretrained`` leaves it, and to a CPU."""
     where = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}
-    folder, offload = saved(tmp_path / "model", model), str(tmp_path / "offload")
-    return load(folder, device_map=where, offload_folder=offload)
+    folder, offload = saved(tmp_path / "model"), str(tmp_path / "offload")
+    for model in (
+        load(folder, device_map=where, offload_folder=offload),
+        accelerate.cpu_offload(tiny(), execution_device=CPU),
+        accelerate.cpu_offload_with_hook(tiny(), CPU)[0],
+    ):
+        refused(model, "is offloaded.*; load it onto one device")
 
 
-def cpu(model, _):
-    return accelerate.cpu_offload(model, execution_device=CPU)
-
-
-def cpu_with_hook(model, _):
-    return accelerate.cpu_offload_with_hook(model, CPU)[0]
-
-
-@pytest.mark.parametrize("offload", [disk, cpu, cpu_with_hook], ids=lambda f: f.__name__)
-def test_offloading_is_refused(tmp_path, offload):
-    refused(offload(tiny(), tmp_path), "is offloaded.*; load it onto one device")
-
-
-def test_the_meta_device_is_refused():
+def test_other_devices_are_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny().config)
     refused(model, "model.embed_tokens.weight has no data .*meta device")
     model = tiny()
     model.model.layers[1].mlp.up_proj.to("meta")
     refused(model, "model.layers.1.mlp.up_proj.weight has no data")
-
-
-def test_several_devices_are_refused():
-    """Where no hook of accelerate's moves anything either."""
-    model, head = tiny(), tiny().lm_head
+    # Of several, where no hook of accelerate's moves anything either.
+    model = tiny()
     with FakeTensorMode():
-        head.weight = nn.Parameter(torch.empty(*head.weight.shape, device="cuda"))
-    model.lm_head = head
+        head = torch.empty(*model.lm_head.weight.shape, device="cuda")
+        model.lm_head.weight = nn.Parameter(head)
     refused(model, r"it is on more than one device \(cpu, cuda:0\)")
 
 

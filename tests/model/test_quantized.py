@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.cases import facts_of
 from tests.support.loading import (
     CONFIG,
     DETERMINISTIC,
@@ -73,26 +72,18 @@ def int8_weights(**settings):
     return torchao("Int8WeightOnlyConfig", **settings)
 
 
-def int8_groups():
-    return int8_weights(granularity=("PerGroup", 32))
-
-
+# Those by default first.
 PROVEN = {
     "torchao int8 weights": int8_weights,
-    "torchao int8 weights in groups": int8_groups,
+    "bitsandbytes int8 without outliers": int8,
+    "bitsandbytes nf4": int4,
+    "torchao int8 weights in groups": lambda: int8_weights(granularity=("PerGroup", 32)),
     "torchao int8 weights and rows": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
     "torchao float8 weights": lambda: torchao("Float8WeightOnlyConfig"),
     "torchao int8 intx rows": lambda: torchao("Int8DynamicActivationIntxWeightConfig"),
-    "bitsandbytes int8 without outliers": int8,
-    "bitsandbytes nf4": int4,
     "bitsandbytes nf4, twice": lambda: int4(twice=True),
     "bitsandbytes fp4": lambda: int4("fp4"),
 }
-FEW = ("torchao int8 weights", "bitsandbytes int8 without outliers", "bitsandbytes nf4")
-SLOW = pytest.mark.slow("crosses", 1)
-of_each_kind = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FEW else SLOW) for n in PROVEN]
-)
 # They round activations: the last bits of another attention may become another token.
 ROUNDS = ("torchao int8 weights and rows", "torchao int8 intx rows")
 
@@ -107,14 +98,10 @@ def settled(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", first(4, PROVEN, 2))
 def test_served_and_proven(folder, name, dtype):
+    """And never replaced, whatever other linears are."""
     model = settled(load(folder, dtype=dtype, quantization_config=PROVEN[name]()))
     exact = dtype == torch.float32 and name not in ROUNDS
     serve(model, greedy(model) if exact else None)
-
-
-@of_each_kind
-def test_packed_linears_are_never_replaced(folder, name):
-    model = load(folder, quantization_config=PROVEN[name]())
     linears = {n: m for n, m in model.named_modules() if n.endswith("proj")}
     with Engine(model, config=replace(CONFIG, linear="always")) as engine:
         served = engine.runner.model
@@ -169,17 +156,12 @@ def test_what_no_probe_can_prove_is_refused(folder, make):
     with Engine(model, config=CONFIG) as engine:
         with pytest.raises(DeterminismError, match=UNPROVABLE[make]):
             engine.generate(PROMPTS, DETERMINISTIC)
-        plain = engine.generate([PROMPTS[0]], PLAIN)
-        assert len(tokens(plain)[0]) == 8
+        assert len(tokens(engine.generate([PROMPTS[0]], PLAIN))[0]) == 8
         report = doctor(engine)
         assert not report and NAME in report.problems[0]
+        if make in (one_scale, outliers):  # control
+            assert not alone_as_in_a_crowd(engine, LOGPROBS)
     assert unlike(before, everything(model)) == []
-
-
-@pytest.mark.parametrize("make", [one_scale, outliers], ids=lambda f: f.__name__)
-def test_control_a_crowd_shows_there(folder, make):
-    with Engine(make(folder), config=CONFIG) as engine:
-        assert not alone_as_in_a_crowd(engine, LOGPROBS)
 
 
 # Fingerprints
@@ -201,30 +183,21 @@ def double_a_scale(model):
         next(x for x in found if isinstance(x, torch.Tensor)).view(-1)[:4].mul_(2)
 
 
-KINDS = {"torchao": int8_weights, "int8": int8, "nf4": int4}
-
-
-@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
-def test_fingerprints_of_packed_weights(folder, how):
-    first, second = (load(folder, quantization_config=how()) for _ in range(2))
-    seen = fingerprint(first)
-    assert fingerprint(first) == seen
-    assert fingerprint(settled(second)) == seen, "whether there was a call before is not part of it"
-    other = load(folder, quantization_config=how())
-    weight = other.get_submodule(NAME).weight
-    raw = weight.qdata if hasattr(weight, "qdata") else weight.data
-    with torch.no_grad():
-        raw.view(-1)[:8] ^= 1
-    assert fingerprint(other) != seen
-    double_a_scale(second)
-    assert fingerprint(second) != seen
-
-
-@pytest.mark.slow("crosses", 4)
-def test_other_settings_have_other_fingerprints(folder):
-    hows = (int8_weights, int8_groups, int4, lambda: int4("fp4"), int8)
-    prints = {fingerprint(load(folder, quantization_config=how())) for how in hows}
-    assert len(prints) == len(hows)
+def test_fingerprints_of_packed_weights(folder):
+    prints = []
+    for how in (int8_weights, int8, int4):
+        first, second, other = (load(folder, quantization_config=how()) for _ in range(3))
+        seen = fingerprint(first)
+        assert fingerprint(first) == seen
+        assert fingerprint(settled(second)) == seen, "whether there was a call is not part of it"
+        weight = other.get_submodule(NAME).weight
+        raw = weight.qdata if hasattr(weight, "qdata") else weight.data
+        with torch.no_grad():
+            raw.view(-1)[:8] ^= 1
+        double_a_scale(second)
+        prints += [seen, fingerprint(other), fingerprint(second)]
+    prints.append(fingerprint(load(folder, quantization_config=int4("fp4"))))
+    assert len(set(prints)) == len(prints)
 
 
 def test_packed_weights_that_change_are_noticed(folder):
@@ -270,57 +243,29 @@ def test_a_first_deterministic_request(folder, how):
         assert all(p.grad.isfinite().all() for n, p in model.named_parameters() if "lora_" in n)
 
 
-# Packed weights
+class Packed(nn.Module):
+    """As GPTQ's and AWQ's linears keep their weights."""
 
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("qweight", (linear.weight.detach() * 100).to(torch.int32))
 
-# Proofs on packed weights of other numbers
-
-
-def facts(model):
-    with Engine(model, config=CONFIG) as engine:
-        return facts_of(engine)
-
-
-@pytest.mark.slow("crosses", 2)
-@pytest.mark.parametrize("name", PROVEN)
-def test_the_same_facts_for_other_numbers(folder, name, tmp_path):
-    other = tiny(seed=1)
-    for name_of, parameter in other.named_parameters():
-        if "mlp" in name_of:
-            parameter.data.zero_()
-    found, expected = (
-        facts(load(weights, quantization_config=PROVEN[name]()))
-        for weights in (saved(tmp_path, other), folder)
-    )
-    assert found == expected
+    def forward(self, x):
+        return x @ self.qweight.T.to(x.dtype) / 100
 
 
 def test_packed_weights_of_an_unknown_format_are_refused(folder, monkeypatch):
-    model = load(folder, quantization_config=int8_weights())
+    """Of torchao's, and integers of anybody's."""
     known = [name for name in quantized.FILLED if name != "Int8Tensor"]
     monkeypatch.setattr(quantized, "FILLED", known)
-    with Engine(model, config=CONFIG) as engine:
-        with pytest.raises(
-            DeterminismError, match=rf"{NAME} .Linear. has packed weights .* cannot make .weight."
-        ):
-            engine.generate(PROMPTS, DETERMINISTIC)
-        assert len(tokens(engine.generate([PROMPTS[0]], PLAIN))[0]) == 8
-
-
-def test_integers_of_an_unknown_format_are_refused():
-    class Packed(nn.Module):
-        """As GPTQ's and AWQ's linears keep their weights."""
-
-        def __init__(self, linear):
-            super().__init__()
-            self.in_features, self.out_features = linear.in_features, linear.out_features
-            self.register_buffer("qweight", (linear.weight.detach() * 100).to(torch.int32))
-
-        def forward(self, x):
-            return x @ self.qweight.T.to(x.dtype) / 100
-
-    model = tiny()
-    model.model.layers[0].self_attn.q_proj = Packed(model.get_submodule(NAME))
-    refused = pytest.raises(DeterminismError, match=f"{NAME} .Packed. has packed.*qweight")
-    with Engine(model, config=CONFIG) as engine, refused:
-        engine.generate(PROMPTS, DETERMINISTIC)
+    model, other = load(folder, quantization_config=int8_weights()), tiny()
+    other.model.layers[0].self_attn.q_proj = Packed(other.get_submodule(NAME))
+    for each, reason in (
+        (model, ".Linear. has packed weights .* cannot make .weight."),
+        (other, ".Packed. has packed.*qweight"),
+    ):
+        with Engine(each, config=CONFIG) as engine:
+            with pytest.raises(DeterminismError, match=f"{NAME} {reason}"):
+                engine.generate(PROMPTS, DETERMINISTIC)
+            assert len(tokens(engine.generate([PROMPTS[0]], PLAIN))[0]) == 8

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ CONFIG = EngineConfig(reference_rows=8, max_rows=32)
 # The last one is longer than a tile of attention.
 PROMPTS = [text(length) for length in (1, 17, 150)]
 C = torch._C
+META = torch.device("meta")
 
 
 @contextmanager
@@ -61,26 +63,6 @@ class Negating(TorchDispatchMode):
 
 
 @contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-        assert torch.empty(1).is_meta
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
 def inside_of_grad() -> Iterator[None]:
     """As code within ``torch.func.grad`` runs."""
     C._functorch._grad_increment_nesting()
@@ -90,6 +72,11 @@ def inside_of_grad() -> Iterator[None]:
         C._functorch._grad_decrement_nesting()
 
 
+def default_device() -> torch.device | None:
+    """None: not set."""
+    return META if torch.empty(0).is_meta else None
+
+
 def precision(operator: str) -> tuple[Callable, Callable]:
     where = "mkldnn", operator
     return partial(C._get_fp32_precision_getter, *where), partial(
@@ -97,37 +84,41 @@ def precision(operator: str) -> tuple[Callable, Callable]:
     )
 
 
-SETTINGS: dict[str, Callable[[], AbstractContextManager]] = {
-    # Pinned.
+def matmul() -> tuple[Callable, Callable]:
+    return torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+
+
+def deterministic() -> tuple[Callable, Callable]:
+    def put(on: bool) -> None:
+        torch.use_deterministic_algorithms(on, warn_only=on)
+
+    return torch.is_deterministic_algorithms_warn_only_enabled, put
+
+
+# A getter, a setter, a value that passes do not have; or a context.
+PINNED: dict[str, Any] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "default device": default_device,
-    "default dtype": lambda: changed(
-        torch.get_default_dtype, torch.set_default_dtype, torch.float64
-    ),
-    "deterministic algorithms": deterministic_algorithms,
-    "device context": lambda: torch.device("meta"),
+    "default device": (default_device, torch.set_default_device, META),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "deterministic algorithms": (*deterministic(), True),
+    "device context": lambda: META,
     "dispatch mode": Negating,
-    "flush denormal": lambda: changed(openmp.flushes, torch.set_flush_denormal, True),
+    "flush denormal": (openmp.flushes, torch.set_flush_denormal, True),
     "function mode": Doubling,
     "grad": torch.enable_grad,
-    "matmul precision": lambda: changed(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
-    "mkldnn": lambda: changed(C._get_mkldnn_enabled, C._set_mkldnn_enabled, False),
-    "mkldnn bf16": lambda: changed(*precision("matmul"), "bf16"),
-    "mkldnn conv bf16": lambda: changed(*precision("conv"), "bf16"),
-    "mkldnn deterministic": lambda: changed(
-        C._get_mkldnn_deterministic, C._set_mkldnn_deterministic, True
-    ),
-    "OpenMP dynamic": lambda: changed(openmp.is_dynamic, openmp.set_dynamic, True),
+    "matmul precision": (*matmul(), "medium"),
+    "mkldnn": (C._get_mkldnn_enabled, C._set_mkldnn_enabled, False),
+    "mkldnn bf16": (*precision("matmul"), "bf16"),
+    "mkldnn conv bf16": (*precision("conv"), "bf16"),
+    "mkldnn deterministic": (C._get_mkldnn_deterministic, C._set_mkldnn_deterministic, True),
+    "OpenMP dynamic": (openmp.is_dynamic, openmp.set_dynamic, True),
     "transform": inside_of_grad,
-    # Harmless.
-    "anomaly mode": lambda: changed(torch.is_anomaly_enabled, C.set_anomaly_enabled, True),
+}
+HARMLESS: dict[str, Any] = {
+    "anomaly mode": (torch.is_anomaly_enabled, C.set_anomaly_enabled, True),
     "attention kernels": lambda: sdpa_kernel(SDPBackend.MATH),
-    "autocast cache": lambda: changed(
-        torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False
-    ),
-    "autocast dtype": lambda: changed(
+    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+    "autocast dtype": (
         partial(torch.get_autocast_dtype, "cpu"),
         partial(torch.set_autocast_dtype, "cpu"),
         torch.float16,
@@ -135,14 +126,22 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager]] = {
     "autograd threads": lambda: torch.autograd.set_multithreading_enabled(False),
     "inference mode": torch.inference_mode,
     "jit optimisation": lambda: torch.jit.optimized_execution(False),
-    "math attention in 16 bits": lambda: changed(
-        C._get_math_sdp_allow_fp16_bf16_reduction, C._set_math_sdp_allow_fp16_bf16_reduction, True
+    "math attention in 16 bits": (
+        C._get_math_sdp_allow_fp16_bf16_reduction,
+        C._set_math_sdp_allow_fp16_bf16_reduction,
+        True,
     ),
-    "nnpack": lambda: changed(C._get_nnpack_enabled, C._set_nnpack_enabled, False),
-    "random numbers": lambda: torch.random.fork_rng(),
-    "TransformerEncoder's fast path": lambda: changed(
-        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+    "nnpack": (C._get_nnpack_enabled, C._set_nnpack_enabled, False),
+    "random numbers": torch.random.fork_rng,
+    "TransformerEncoder's fast path": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+        False,
     ),
+}
+SETTINGS: dict[str, Callable[[], AbstractContextManager]] = {
+    name: partial(changed, *how) if isinstance(how, tuple) else how
+    for name, how in (PINNED | HARMLESS).items()
 }
 
 
@@ -188,15 +187,6 @@ def test_settings_around_an_engine(name):
         assert engine.fingerprint == fingerprint
 
 
-@pytest.mark.crossed(2)
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("name", ["autocast", "default device", "default dtype"])
-def test_settings_and_families(family, name):
-    engine, alone, _ = served(family)
-    with SETTINGS[name]():
-        assert bits_of(engine.generate(PROMPTS, PARAMS)) == alone
-
-
 # And families in which they do; llama has no linear that autocast knows.
 CHANGES_BITS = {
     "autocast": "gpt2",
@@ -204,6 +194,14 @@ CHANGES_BITS = {
     "function mode": "llama",
     "mkldnn bf16": "llama",
 }
+OTHERS = [("autocast", "gemma2"), ("default device", "gpt2"), ("default dtype", "gpt_neox")]
+
+
+@pytest.mark.parametrize(("name", "family"), OTHERS)
+def test_settings_and_families(name, family):
+    engine, alone, _ = served(family)
+    with SETTINGS[name]():
+        assert bits_of(engine.generate(PROMPTS, PARAMS)) == alone
 
 
 @pytest.mark.parametrize(("name", "family"), CHANGES_BITS.items())
@@ -229,23 +227,26 @@ def test_code_of_the_user_has_the_callers_modes():
         seen.append(torch.empty(1).is_meta)
         return False
 
-    params = SamplingParams(
-        max_new_tokens=3, logits_processors=[processor], stopping_criteria=[criterion]
-    )
+    code = {"logits_processors": [processor], "stopping_criteria": [criterion]}
     engine = served()[0]
-    with torch.device("meta"):
-        engine.generate([[1, 2, 3]], params)
-    assert seen == [True] * 6
-    engine.generate([[1, 2, 3]], params)
-    assert seen == [True] * 6 + [False] * 6
+    for meta in (True, False):
+        with torch.device("meta") if meta else nullcontext():
+            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, **code))
+        assert seen == [meta] * 6
+        seen.clear()
 
 
 UPWARDS = 0x800
+rounds = pytest.mark.skipif(not can_round(), reason="no rounding mode to set")
 
 
-def bits_beside_a_processor_that_rounds_upwards() -> tuple[list, list]:
-    """Bits of deterministic requests alone, and sampled in one step with a plain one whose
-    processor changes how the process rounds."""
+@rounds
+@pytest.mark.parametrize("ends", [True, False], ids=["", "control"])
+def test_what_code_of_the_user_sets_ends_with_it(ends, monkeypatch):
+    """Deterministic requests are sampled in one step with a plain one whose processor changes how
+    the process rounds."""
+    if not ends:
+        monkeypatch.setattr(processors, "callers_modes", nullcontext)
     engine, alone, _ = served()
 
     def processor(ids, scores):
@@ -255,23 +256,7 @@ def bits_beside_a_processor_that_rounds_upwards() -> tuple[list, list]:
     plain = SamplingParams(max_new_tokens=4, logits_processors=[processor])
     outputs = engine.generate([[5], *PROMPTS], [plain, *[PARAMS] * len(PROMPTS)])
     assert openmp.rounding_mode() == 0
-    return alone, bits_of(outputs[1:])
-
-
-rounds = pytest.mark.skipif(not can_round(), reason="no rounding mode to set")
-
-
-@rounds
-def test_what_code_of_the_user_sets_ends_with_it():
-    alone, beside = bits_beside_a_processor_that_rounds_upwards()
-    assert beside == alone
-
-
-@rounds
-def test_control_settings_of_a_processor_change_bits(monkeypatch):
-    monkeypatch.setattr(processors, "callers_modes", nullcontext)
-    alone, beside = bits_beside_a_processor_that_rounds_upwards()
-    assert beside != alone
+    assert (bits_of(outputs[1:]) == alone) is ends
 
 
 class Decoder:

@@ -25,12 +25,11 @@ OPERATOR_16 = Tolerance(1e-5, 1e-2)
 ANGLES_16 = Tolerance(1e-5, 0.1)
 # Logits and scores of a whole fp32 model through another attention.
 LOGITS = Tolerance(1e-5, 1e-4)
-# Log-probabilities of such fp32 logits; of passes of other sizes; of the same logits by another
-# formula; and Gumbel noise by another formula.
+# Log-probabilities of such fp32 logits; of passes of other sizes; and of the same logits by another
+# formula.
 LOGPROBS = Tolerance(0.0, 1e-4)
 OTHER_PASS = Tolerance(1e-5, 1e-8)
 FORMULA = Tolerance(1e-6, 1e-5)
-NOISE = Tolerance(1e-6, 1e-6)
 
 
 def units(count: int, *dtypes: torch.dtype) -> Tolerance:
