@@ -92,10 +92,13 @@ def stages_of(diagram):
     found = []
     for first, *cache in diagram.stages.values():
         texts = [cell.text for cell in first]
+        entering = [cell.text for cell in first if not cell.colour]
         end = texts.index(MODEL.text) if MODEL.text in texts else len(first)
         found.append(
             SimpleNamespace(
-                enters=[c.text.removesuffix(" \N{RIGHTWARDS ARROW}") for c in first if not c.colour],
+                enters=[
+                    c.text.removesuffix(" \N{RIGHTWARDS ARROW}") for c in first if not c.colour
+                ],
                 cells=[cell for cell in first[:end] if cell.colour],
                 outputs=first[end + 1 :],
                 kv=[cell for row in cache for cell in row[1:]],
@@ -158,7 +161,9 @@ def verifies(tmp_path_factory):
     others = SamplingParams(max_new_tokens=30)
     run, tokens = run_of(None, [prompt, text(5), text(9)], [mine, others, others])
     rolled_back, _ = run_of(LiesOnce(prompt + tokens), [prompt], mine)
-    return {rollback: (find_verify(r, rollback), r) for rollback, r in enumerate((run, rolled_back))}
+    return {
+        rollback: (find_verify(r, rollback), r) for rollback, r in enumerate((run, rolled_back))
+    }
 
 
 # Which seed each outcome is drawn after, and what the seed calls the token names in a cell.
