@@ -92,7 +92,6 @@ def stages_of(diagram):
     found = []
     for first, *cache in diagram.stages.values():
         texts = [cell.text for cell in first]
-        entering = [cell.text for cell in first if not cell.colour]
         end = texts.index(MODEL.text) if MODEL.text in texts else len(first)
         found.append(
             SimpleNamespace(
