@@ -163,6 +163,16 @@ def two_threads():
 
 
 @pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder of its own for what proofs find: what a test breaks is not always part of their
+    key."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path / "tinyspec"
+
+
+@pytest.fixture
 def no_results_on_disk(monkeypatch):
     """For models whose linears a test replaces, which the key of probe results does not see: what
     one test finds is kept for that test alone."""

@@ -8,11 +8,10 @@ import random
 
 import pytest
 import torch
-from huggingface_hub import constants
 from torch import nn
 
-from tests.support.cases import facts_of
-from tests.support.mixes import bits, crowd, solo
+from tests.support.cases import bits_of, facts_of, one_by_one, run
+from tests.support.mixes import crowd
 from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tests.support.zoo import tiny as of_zoo
@@ -24,50 +23,28 @@ CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 DETERMINISTIC = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    return tmp_path / "tinyspec"
+pytestmark = pytest.mark.usefixtures("home")
 
 
-@torch.no_grad()
-def zero(model):
+FILLS = {
+    "as they are": lambda parameter: None,
+    "zero": nn.init.zeros_,
+    "identity": lambda p: nn.init.eye_(p) if p.dim() == 2 else nn.init.ones_(p),
+    "nan": lambda parameter: nn.init.constant_(parameter, torch.nan),
+}
+
+
+def fill(model, name):
+    """Other weights in the loaded model, as some of these are refused at load."""
     for parameter in model.parameters():
-        parameter.zero_()
+        FILLS[name](parameter)
 
 
-@torch.no_grad()
-def identity(model):
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            nn.init.eye_(parameter)
-        else:
-            parameter.fill_(1)
-
-
-@torch.no_grad()
-def not_a_number(model):
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
-
-
-def as_they_are(model):
-    pass
-
-
-FILLS = (as_they_are, zero, identity, not_a_number)
-
-
-def found_of(model, fill=as_they_are):
-    """What a new proof finds. fill: applied to the loaded model, as some of these weights are
-    refused at load."""
+def broken_by(model, filled="as they are"):
+    """What a new proof finds, by rows."""
     with Engine(model, config=CONFIG) as engine:
-        fill(model)
-        return facts_of(engine)
-
-
-def broken_by(facts, rows):
-    return next(list(b["broken_by"]) for b in facts["buckets"] if b["rows"] == rows)
+        fill(model, filled)
+        return {b["rows"]: list(b["broken_by"]) for b in facts_of(engine)["buckets"]}
 
 
 class OtherAtFourRows(_SplitLinear):
@@ -86,12 +63,10 @@ def replaced(model, name, kind=OtherAtFourRows):
 NAME = "model.layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
-def test_a_linear_that_differs_at_one_row_count_is_caught(fill):
-    facts = found_of(replaced(tiny(), NAME), fill)
-    assert NAME in broken_by(facts, 4)
-    for rows in (2, 8, 16):
-        assert NAME not in broken_by(facts, rows), "control"
+@pytest.mark.parametrize("filled", FILLS)
+def test_a_linear_that_differs_at_one_row_count_is_caught(filled):
+    found = broken_by(replaced(tiny(), NAME), filled)
+    assert [rows for rows, names in found.items() if NAME in names] == [4]
 
 
 @pytest.mark.parametrize("random_b", [False, True])
@@ -101,33 +76,25 @@ def test_an_adapter_with_b_of_zero(random_b):
     model = peft.get_peft_model(tiny(), settings).eval()
     layer = model.base_model.model.get_submodule(NAME)
     assert bool(layer.lora_B["default"].weight.any()) == random_b
-    other = found_of(model)
-    assert not any("lora_B" in n for n in broken_by(other, 4)), "control"
+    assert not any("lora_B" in name for name in broken_by(model)[4]), "control"
     layer.lora_B["default"] = OtherAtFourRows(layer.lora_B["default"])
-    assert f"{NAME}.lora_B.default" in broken_by(found_of(model), 4)
+    assert f"{NAME}.lora_B.default" in broken_by(model)[4]
 
 
-@pytest.mark.parametrize("fill", [zero, identity], ids=lambda fill: fill.__name__)
-def test_a_proof_on_other_weights_holds_for_those_loaded_later(fill):
+@pytest.mark.parametrize("filled", ["zero", "identity"])
+def test_a_proof_on_other_weights_holds_for_those_loaded_later(filled):
     """The first token's log-probability too: alone, a prompt of one token is a pass of one row."""
     weights = tiny().state_dict()
     model = replace_linears(tiny(), ShapeSensitiveLinear)
     with Engine(model, config=CONFIG) as engine:
-        fill(model)
+        fill(model, filled)
         engine.contract.ensure()
         assert engine.contract.results.canonical == [8]
         engine.generate([[1, 2, 3]], DETERMINISTIC)
         model.load_state_dict(weights)
-        alone = [bits(solo(engine, (p, DETERMINISTIC))) for p in prompts(4)]
-        together = bits_of(engine, [(p, DETERMINISTIC) for p in prompts(4)])
-        assert together == alone
-
-
-def bits_of(engine, requests):
-    """Bits of ``requests`` among others."""
-    order = [*requests, *crowd(random.Random(0), 9)]
-    outputs = engine.generate([p for p, _ in order], [s for _, s in order])
-    return [bits(output) for output in outputs[: len(requests)]]
+        requests = [(prompt, DETERMINISTIC) for prompt in prompts(4)]
+        together = run(engine, [*requests, *crowd(random.Random(0), 9)])
+        assert bits_of(together[:4]) == one_by_one(engine, requests)
 
 
 SLOW = pytest.mark.slow("crosses", 1)
@@ -139,54 +106,31 @@ SLOW = pytest.mark.slow("crosses", 1)
 def test_routing_by_data_is_found_whatever_the_router_says(family):
     """Of experts in loops of their own. A router of zeros sends all rows to the same experts, so
     that nothing seems to depend on them."""
-    for fill in (as_they_are, zero):
+    for filled in ("as they are", "zero"):
         model = of_zoo(family)
         with Engine(model) as engine:
-            fill(model)
+            fill(model, filled)
             with pytest.raises(DeterminismError, match="shapes of its matmuls"):
                 engine.generate([[1, 2, 3]], DETERMINISTIC)
 
 
-# Memory
-
-
-def short(patches, free):
-    """A proof finds so many bytes."""
+def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
+    """Of a proof; results on disk take none."""
+    model, plain = tiny(), SamplingParams()
+    largest = max(p.nbytes for p in model.parameters())
 
     def refuse(needed, device):
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(kv_cache, "_free_memory", lambda device: free)
+        with monkeypatch.context() as patches:
+            patches.setattr(kv_cache, "_free_memory", lambda device: largest)
             kv_cache.refuse_shortage(needed, device)
 
-    patches.setattr(proof, "refuse_shortage", refuse)
-
-
-def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
-    model = tiny()
-    largest = max(p.nbytes for p in model.parameters())
     with Engine(model, config=CONFIG) as engine:
         with monkeypatch.context() as patches:
-            short(patches, largest)
+            patches.setattr(proof, "refuse_shortage", refuse)
             with pytest.raises(DeterminismError, match=rf"a proof takes \d+ bytes.* {largest} "):
                 engine.generate([[1, 2, 3]], DETERMINISTIC)
-            assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
+            assert engine.generate([[1, 2, 3]], plain)[0].completions[0].finish_reason == "length"
         first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
-    short(monkeypatch, 0)
+    monkeypatch.setattr(proof, "refuse_shortage", refuse)
     with Engine(tiny(seed=1), config=CONFIG) as engine:
         assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint != first.fingerprint
-
-
-# Facts on disk
-
-
-def proven(model):
-    with Engine(model, config=CONFIG) as engine:
-        engine.contract.ensure()
-        return engine.contract.results, engine.fingerprint
-
-
-def test_another_checkpoint_of_the_same_structure_reads_the_facts(home, probed):
-    first = proven(tiny())
-    second = proven(tiny(seed=1))
-    assert len(probed) == 1 and len(list(home.iterdir())) == 1
-    assert second[0] == first[0] and second[1] != first[1]

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from huggingface_hub import constants
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -32,14 +31,8 @@ REFERENCE = 8
 SIZES = [2, 4, 8, 16, 20]
 DRAFTS = ["draft and verify"] * 2
 CONFIG = EngineConfig(reference_rows=REFERENCE, max_rows=20)
+pytestmark = pytest.mark.usefixtures("home")
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """A disk of their own: what a test breaks is not always part of a fingerprint."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    return tmp_path / "tinyspec"
 
 
 def sound():
