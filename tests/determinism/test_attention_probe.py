@@ -1,6 +1,7 @@
 """Attention of a row alone and in its prompt: head sizes, softcaps, and a probe that tells."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -41,9 +42,10 @@ ODD_GROUPS = (
 EVEN_GROUPS = ((8, 2, 128), (4, 4, 64), (8, 1, 256), (16, 1, 80))
 
 
-def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, sinks=False, **more):
+def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, **more):
     """One kind of calls, by one round or more."""
-    kind = AttentionKind(LayerShape(*heads, dim, softcap, sinks=sinks), reach or Reach())
+    shape = LayerShape(*heads, dim, softcap, sinks=more.pop("sinks", False))
+    kind = AttentionKind(shape, reach or Reach())
     runner = {"kernels": kernels, "dtype": dtype, "kv_dtype": more.pop("kv_dtype", dtype)}
     runner = SimpleNamespace(**runner, device=torch.device("cpu"))
     (found,) = compare_attention(runner, [kind], **more)
@@ -71,8 +73,7 @@ def broken(when, whole=TWINS):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_alone_and_in_their_prompt(dtype, dim, softcap):
     found = probe(dtype, dim, softcap)
-    assert found.checked > 1000
-    assert found
+    assert found and found.checked > 1000
 
 
 @pytest.mark.crossed(0.5)
@@ -80,8 +81,7 @@ def test_rows_alone_and_in_their_prompt(dtype, dim, softcap):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_groups_that_are_no_power_of_two(dtype, heads):
     found = probe(dtype, heads[2], heads=heads[:2])
-    assert found.checked > 2000
-    assert found
+    assert found and found.checked > 2000
 
 
 def rest_of_a_cut_differs():
@@ -113,8 +113,7 @@ def test_control_other_heights(monkeypatch):
 def test_many_rows(dtype, heads):
     """A difference in one row of 10,000 shows with 99 %."""
     found = probe(dtype, heads[2], heads=heads[:2], rows=MANY_ROWS)
-    assert found.checked >= 50_000
-    assert found
+    assert found and found.checked >= 50_000
 
 
 @pytest.mark.parametrize("reach", [Reach(window=24), Reach(chunk=100)], ids=str)
@@ -134,11 +133,13 @@ def test_one_row_of_many_is_found():
             out[-1, 0, 0] += 1
         return out
 
-    bad = replace(TWINS, paged_attention=rarely)
-    few = probe(torch.float32, 16, heads=(2, 1), kernels=bad)
+    small = partial(
+        probe, torch.float32, 16, heads=(2, 1), kernels=replace(TWINS, paged_attention=rarely)
+    )
+    few = small()
     assert few and few.checked < 10_000
     del calls[:]
-    many = probe(torch.float32, 16, heads=(2, 1), kernels=bad, rows=MANY_ROWS)
+    many = small(rows=MANY_ROWS)
     assert many.checked >= MANY_ROWS and 0 < many.differing < 20
 
 
@@ -169,16 +170,13 @@ def test_an_engine_probes_what_its_calls_have(name):
     assert probe(*shape) and not probe(*shape, sinks=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "bound"),
-    [
-        ("window", 8192 + 100),
-        pytest.param("chunk", LENGTH, marks=pytest.mark.slow("crosses", 1)),
-    ],
-)
-def test_far_bounds(name, bound, no_results_on_disk, proven_on_demand):
+FAR_AND_NEAR = [("window", 8192 + 100, "window 100"), ("chunk", LENGTH, "chunk 88")]
+
+
+@pytest.mark.parametrize("case", first(1, FAR_AND_NEAR, 1), ids=str)
+def test_far_bounds(case, no_results_on_disk, proven_on_demand):
     """Before the first token on a GPU, with the first further bucket on a CPU."""
-    near = f"{name} { {LENGTH: 88, 8192 + 100: 100}[bound] }"
+    name, bound, near = case
     with Engine(tiny(), config=CONFIG) as engine:
         context = engine.served.context
         context.layers[:] = [

@@ -15,6 +15,8 @@ from tests.support.tiny import tiny
 from tinyspec import DeterminismError
 from tinyspec.determinism import proof
 
+# Every model is probed anew.
+pytestmark = pytest.mark.usefixtures("no_results_on_disk")
 LIMIT, LARGE, WIDTH = 9, 7, 64
 MLP, NORM = "model.layers.0.mlp", "model.layers.0.input_layernorm"
 # From a row's input and output, and all that it stands beside.
@@ -40,7 +42,7 @@ HARMLESS = {
 
 
 class Around(nn.Module):
-    """A module of the user's around another, or around nothing."""
+    """A module of the user's around another."""
 
     def __init__(self, inner, rule):
         super().__init__()
@@ -64,8 +66,8 @@ def wrapped(model, rule):
 
 def leaf(model, rule):
     norm = model.model.layers[0].input_layernorm
-    model.model.layers[0].input_layernorm = Around(None, lambda x, _: rule(x, norm(x)))
-    model.model.layers[0].input_layernorm.inner = nn.Identity()
+    around = Around(nn.Identity(), lambda x, _: rule(x, norm(x)))
+    model.model.layers[0].input_layernorm = around
     return NORM
 
 
@@ -109,11 +111,6 @@ def alone_and_beside(model, **changes):
         (alone,) = engine.generate([prompt], params)
         beside = engine.generate([prompt, [LARGE] * 5], params)[0]
     return bits_of([alone]), bits_of([beside])
-
-
-@pytest.fixture(autouse=True)
-def _no_results(no_results_on_disk):
-    """Every model is probed anew."""
 
 
 @pytest.mark.parametrize("rule", GUARDS.values(), ids=GUARDS)

@@ -57,25 +57,19 @@ def test_what_passes_change_is_no_setting():
         assert engine.fingerprint != before
 
 
-def test_a_list_that_is_called_hooks():
-    """Beside torch's own hooks of the module."""
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("hooks", 1.0, 2.0), ("kept", torch.ones(2), torch.zeros(2))],
+    ids=["beside torch's own", "tensors have no plain equality"],
+)
+def test_lists(name, before, after):
     model = llama()
     own = model.model.layers[1].mlp.up_proj
-    own.hooks = [1.0]
-    with Engine(model, config=CONFIG) as engine:
-        own.hooks[0] = 2.0
-        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj.hooks"
-
-
-def test_lists_of_tensors():
-    """Two of them have no plain equality."""
-    model = llama()
-    own = model.model.layers[1].mlp.up_proj
-    own.kept = [torch.ones(2), torch.ones(2)]
+    setattr(own, name, [before, before])
     with Engine(model, config=CONFIG) as engine:
         assert engine.contract.refresh() is None
-        own.kept[1] = torch.zeros(2)
-        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj.kept"
+        getattr(own, name)[1] = after
+        assert engine.contract.refresh() == f"model.layers.1.mlp.up_proj.{name}"
         assert engine.contract.refresh() is None
 
 
@@ -112,17 +106,13 @@ def test_private_numbers_of_a_users_class():
 
 
 def test_descriptions_hold_no_address():
-    """They go into the fingerprint: another process must find the same."""
-    settings = function_settings(llama())
-    assert " at 0x" not in repr(settings) + repr(description(Halves()))
-    assert settings["model.layers.0.mlp.down_proj.scaling"] == [["en", 1.0], ["fr", 1.0]]
-
-
-def test_what_holds_tensors_is_no_setting():
-    """It was computed, perhaps from an address; other values of the user's are settings."""
+    """They go into the fingerprint: another process must find the same. What holds tensors was
+    computed, perhaps from an address; other values of the user's are settings."""
     model = llama()
     own = model.model.layers[1].mlp.up_proj
     own.kept, own.sizes = (123, torch.ones(2)), (1, [2, 3])
     found = function_settings(model)
+    assert " at 0x" not in repr(found) + repr(description(Halves()))
+    assert found["model.layers.0.mlp.down_proj.scaling"] == [["en", 1.0], ["fr", 1.0]]
     assert "model.layers.1.mlp.up_proj.kept" not in found
     assert found["model.layers.1.mlp.up_proj.sizes"] == [1, [2, 3]]

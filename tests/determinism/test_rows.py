@@ -35,24 +35,9 @@ def no_grad():
 
 
 def test_unequal_bits_sees_signs_of_zero_and_equal_nans():
-    a = torch.tensor([[0.0, 1.0], [float("nan"), 1.0], [2.0, 3.0]])
-    b = torch.tensor([[-0.0, 1.0], [float("nan"), 1.0], [2.0, 3.0]])
-    assert unequal_bits(a, b).tolist() == [[True, False], [False] * 2, [False] * 2]
-
-
-def test_one_bad_row_index_is_caught():
-    def bad_at_seventeen(x: torch.Tensor) -> torch.Tensor:
-        out = x.double().sum(1, keepdim=True).float()
-        if len(x) > 17:
-            out[17] = torch.nextafter(out[17], torch.tensor(torch.inf))
-        return out
-
-    assert not keeps_places(bad_at_seventeen, [probe_pool(64, torch.float32, "cpu")], 32)
-    assert keeps_places(bad_at_seventeen, [probe_pool(64, torch.float32, "cpu")], 16), "control"
-
-
-def test_unrepeatable_function_is_caught_at_one_row():
-    assert not keeps_places(torch.rand_like, [torch.randn(2, 64)], 1)
+    one, other = torch.tensor([[[0.0, torch.nan, 2.0]], [[-0.0, torch.nan, 2.0]]])
+    assert unequal_bits(one, other).tolist() == [[True, False, False]]
+    assert not keeps_places(torch.rand_like, [torch.randn(2, 64)], 1), "nor does one repeat itself"
 
 
 def test_careless_probe_misses_what_this_one_sees():
@@ -113,21 +98,15 @@ def nudged(x, row, column=5):
     return out
 
 
-def test_a_row_index_that_matters_in_the_reference_bucket():
-    for row in range(16):
-        position, agreeing = facts_of(lambda x, row=row: nudged(x, row))
-        assert not position and agreeing == [], row
-
-
-@pytest.mark.parametrize("rows", [4, 96, 144])
-def test_a_row_index_that_matters_in_one_other_bucket(rows):
+@pytest.mark.parametrize("rows", [4, 16, 96])
+def test_a_row_index_that_matters(rows):
+    """In one bucket; of the reference it breaks fact 1."""
     for row in range(rows):
         fn = lambda x, row=row: nudged(x, row) if len(x) == rows else x  # noqa: E731
-        position, agreeing = facts_of(fn, sizes=[8, rows])
-        assert position and agreeing == [8], row
+        assert facts_of(fn, sizes=[8, rows]) == ((False, []) if rows == 16 else (True, [8])), row
 
 
-@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("rows", [1, 12, 16, 144])
 def test_neighbours_that_matter(rows):
     """A scale of the whole pass: as fp8 linears with dynamic scales have."""
 

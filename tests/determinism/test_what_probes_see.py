@@ -109,9 +109,7 @@ def summed_in_halves(weight, tile):
     return product
 
 
-@pytest.mark.parametrize(
-    "number", [31, *(pytest.param(n, marks=pytest.mark.slow("crosses", 1)) for n in (0, 62))]
-)
+@pytest.mark.parametrize("number", first(1, (31, 0, 62), 1))
 def test_every_output(number, monkeypatch):
     """Of a tile of 64 outputs between two of those that every needle cancels on a CPU."""
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Tensors of the model that its own passes write to, as observers of quantization-aware training
 do: named where a request is deterministic; others end as they should."""
 
-from typing import ClassVar
+from functools import partial
 
 import pytest
 import torch
@@ -17,50 +17,52 @@ PLAIN = SamplingParams(max_new_tokens=5)
 EXACT = SamplingParams(max_new_tokens=5, deterministic=True)
 
 
+def add(module):
+    module.count += 1
+
+
+def replace(module):
+    module.count = module.count + 1
+
+
+def refuse(module):
+    assert module.count.min() > 0
+
+
 class Counts(nn.Module):
-    """Counts passes in a buffer."""
+    """Counts passes in a buffer, or in a parameter."""
 
-    def __init__(self):
+    def __init__(self, write=add, begin=None):
         super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.count += 1
-        return x
-
-
-class Replaces(Counts):
-    def forward(self, x):
-        self.count = self.count + 1
-        return x
-
-
-class OfAParameter(nn.Module):
-    """Counts passes in a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = nn.Parameter(torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()) if begin is None else begin)
+        self.write = write
 
     def forward(self, x):
         with torch.no_grad():
-            self.count += 1
+            self.write(self)
         return x
 
 
-class Later(Counts):
+WRITES = []
+
+
+def add_later(module):
     """Writes nothing while it is proven."""
+    if WRITES:
+        add(module)
 
-    writes: ClassVar = [False]
 
-    def forward(self, x):
-        return super().forward(x) if self.writes[0] else x
+def of_a_parameter():
+    module = Counts()
+    del module.count
+    module.count = nn.Parameter(torch.zeros(()))
+    return module
 
 
 KINDS = {
     "written": (Counts, "count"),
-    "replaced": (Replaces, "count"),
-    "a parameter": (OfAParameter, "count"),
+    "replaced": (partial(Counts, replace), "count"),
+    "a parameter": (of_a_parameter, "count"),
     "fake quantizer": (default_fake_quant, "activation_post_process.max_val"),
 }
 
@@ -86,9 +88,7 @@ def test_they_are_named_before_anything_runs(kind):
     make, buffer = KINDS[kind]
     with engine_of(model_with(make), max_rows=16) as engine:
         for _ in range(2):
-            with pytest.raises(
-                DeterminismError, match=f"^{NAME}.{buffer} is written to by the mod"
-            ):
+            with pytest.raises(DeterminismError, match=f"^{NAME}.{buffer} is written to by the"):
                 ends(engine, EXACT)
         assert ends(engine, PLAIN).finish_reason == "length"
 
@@ -102,33 +102,21 @@ def test_the_remedy_helps():
         assert ends(engine, EXACT).finish_reason == "length"
 
 
-def test_a_write_that_the_proof_does_not_see_ends_the_request():
-    with engine_of(model_with(Later), max_rows=16) as engine:
+def test_a_write_that_the_proof_does_not_see_ends_the_request(monkeypatch):
+    with engine_of(model_with(partial(Counts, add_later)), max_rows=16) as engine:
         assert ends(engine, EXACT).finish_reason == "length"
-        Later.writes[0] = True
-        try:
-            completion = ends(engine, EXACT)
-            assert completion.finish_reason == "abort"
-            assert completion.error.startswith(f"{NAME}.count is written to by the model's own")
-            with pytest.raises(DeterminismError, match=f"^{NAME}.count is written to"):
-                ends(engine, EXACT)
-            assert ends(engine, PLAIN).finish_reason == "length"
-        finally:
-            Later.writes[0] = False
+        monkeypatch.setitem(globals(), "WRITES", [True])
+        completion = ends(engine, EXACT)
+        assert completion.finish_reason == "abort"
+        assert completion.error.startswith(f"{NAME}.count is written to by the model's own")
+        with pytest.raises(DeterminismError, match=f"^{NAME}.count is written to"):
+            ends(engine, EXACT)
+        assert ends(engine, PLAIN).finish_reason == "length"
 
 
 def test_a_module_that_scratch_weights_do_not_fit_is_named():
-    class Positive(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("ranges", torch.ones(64))
-
-        def forward(self, x):
-            assert self.ranges.min() > 0
-            return x
-
     with (
-        engine_of(model_with(Positive)) as engine,
+        engine_of(model_with(partial(Counts, refuse, torch.ones(64)))) as engine,
         pytest.raises(DeterminismError, match=rf"raised AssertionError in {NAME}"),
     ):
         ends(engine, EXACT)
