@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -163,26 +162,3 @@ def test_public_names():
     for name in tinyspec.__all__:
         assert not inspect.ismodule(getattr(tinyspec, name))
         assert getattr(tinyspec, name).__doc__
-
-
-CHILD = """
-import sys
-sys.modules["triton"] = None  # importing it fails
-import tinyspec
-from tests.support.tiny import tiny
-config = tinyspec.EngineConfig(reference_rows=8, max_rows=8)
-with tinyspec.Engine(tiny(), config=config) as engine:
-    params = tinyspec.SamplingParams(max_new_tokens=3, deterministic=True, temperature=1.0, seed=1)
-    assert len(engine.generate([[1, 2, 3]], params)[0].completions[0].token_ids) == 3
-print(sorted(name for name in sys.modules if name.startswith("tinyspec.kernels")))
-"""
-
-
-def test_a_cpu_needs_no_triton():
-    """Importing the package and generating on a CPU loads the twins and no Triton kernel."""
-    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr[-2000:]
-    loaded = set(ast.literal_eval(child.stdout.splitlines()[-1]))
-    kernels = {name for name in FILES if name.startswith("tinyspec.kernels")}
-    assert "tinyspec.kernels.twins.sample" in loaded
-    assert not [name for name in loaded & kernels if "triton" in external(name)]
