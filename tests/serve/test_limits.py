@@ -30,8 +30,11 @@ from tinyspec import AsyncEngine
 from tinyspec.serve.app import create_app
 
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
-LONG_CHAT = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}
-LONG_RESPONSE = {"input": PROMPT, "max_output_tokens": 1900, "ignore_eos": True}
+LONG_ONES = {
+    COMPLETIONS: LONG,
+    CHAT: {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True},
+    RESPONSES: {"input": PROMPT, "max_output_tokens": 1900, "ignore_eos": True},
+}
 
 
 def connected(url):
@@ -39,23 +42,26 @@ def connected(url):
     return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
-def head(path, length, *more):
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", length, *more]
+def head(path, length):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", length]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def posted(path, **body):
+    """The bytes of a request."""
+    content = json.dumps({"model": MODEL, **body}).encode()
+    return head(path, f"Content-Length: {len(content)}") + content
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, LONG), (CHAT, LONG_CHAT), (RESPONSES, LONG_RESPONSE)]
-)
-def test_a_client_that_goes_away(served, path, body, stream, deterministic):
+@pytest.mark.parametrize("path", LONG_ONES)
+def test_a_client_that_goes_away(served, path, stream, deterministic):
     """Its request is gone long before its end, with its pages."""
     before = served.engine.stats().committed
-    given = {"model": MODEL, "stream": stream, "deterministic": deterministic, **body}
-    content = json.dumps(given).encode()
+    given = {"stream": stream, "deterministic": deterministic, **LONG_ONES[path]}
     with connected(served.url) as client:
-        client.sendall(head(path, f"Content-Length: {len(content)}") + content)
+        client.sendall(posted(path, **given))
         wait_until(lambda: served.engine.stats().committed > before)
         assert served.engine.tracker.requests
     served.settled()
@@ -136,9 +142,8 @@ def test_bodies_are_bounded(bundled):
 
 def test_slow_readers_hold_up_nobody(served):
     """A stream that is not read goes on; others get their answers meanwhile."""
-    content = json.dumps({"model": MODEL, "stream": True, **LONG}).encode()
     with connected(served.url) as client:
-        client.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
+        client.sendall(posted(COMPLETIONS, stream=True, **LONG))
         assert b" 200 " in client.recv(100)
         assert served.post(COMPLETIONS, prompt=PROMPT, max_tokens=3).status_code == 200
     served.settled()
@@ -155,30 +160,26 @@ def test_the_end_lets_requests_finish(bundled):
 
 
 def test_what_no_server_is_made_of(bundled):
-    shared = AsyncEngine(bundled)
-    with pytest.raises(ValueError, match="timeout=0 is not allowed"):
-        create_app(shared, MODEL, timeout=0)
-    bare = AsyncEngine(tiny())
-    with pytest.raises(ValueError, match="tokenizer"):
-        create_app(bare, MODEL)
-    with storyteller(num_pages=1) as engine:
-        small = AsyncEngine(engine)
-        with pytest.raises(ValueError, match="what the page pool holds"):
-            create_app(small, MODEL)
-    for engine in (shared, bare, small):
-        asyncio.run(engine.close())
+    with storyteller(num_pages=1) as small:
+        for engine, settings, complaint in (
+            (bundled, {"timeout": 0}, "timeout=0 is not allowed"),
+            (tiny(), {}, "tokenizer"),
+            (small, {}, "what the page pool holds"),
+        ):
+            shared = AsyncEngine(engine)
+            with pytest.raises(ValueError, match=complaint):
+                create_app(shared, MODEL, **settings)
+            asyncio.run(shared.close())
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow("server", 15)), 2])
 def test_ctrl_c(times):
     """Once: what runs is answered. Twice: the process ends at once."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port)]
-    command += ["--device", "cpu"]
-    keys = {"TINYSPEC_API_KEY": "secret"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **keys})
+    command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port), "--device", "cpu"]
+    environment = {**os.environ, "TINYSPEC_API_KEY": "secret"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
     url = f"http://127.0.0.1:{port}"
 
     def answers():

@@ -1,6 +1,7 @@
 """Chat, completions and the small endpoints, asked by the ``openai`` client."""
 
 import asyncio
+from dataclasses import replace
 from typing import Literal
 
 import httpx
@@ -17,6 +18,10 @@ from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}
 SEEDED = {"model": MODEL, "seed": 3, "max_tokens": 12, "extra_body": OWN}
+# The same for an engine.
+PARAMS = SamplingParams(
+    max_new_tokens=12, temperature=1.0, seed=3, deterministic=True, logprobs=True
+)
 
 
 def joined(chunks, index=0):
@@ -28,15 +33,12 @@ def joined(chunks, index=0):
 
 def test_every_way_gives_the_same_bits(served, client, bundled):
     """HTTP, streamed and not, alone and among others; AsyncEngine; Engine; patched generate."""
-    params = SamplingParams(
-        max_new_tokens=12, temperature=1.0, seed=3, deterministic=True, logprobs=True
-    )
-    (output,) = bundled.generate([PROMPT], params)
+    (output,) = bundled.generate([PROMPT], PARAMS)
     expected = output.completions[0]
 
     async def awaited():
         async with AsyncEngine(bundled) as shared:
-            return (await shared.generate([PROMPT], params))[0].completions[0]
+            return (await shared.generate([PROMPT], PARAMS))[0].completions[0]
 
     assert asyncio.run(awaited()).logprobs == expected.logprobs
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
@@ -71,15 +73,7 @@ def test_every_way_gives_the_same_bits(served, client, bundled):
 def test_chat(client, bundled):
     asked = {**SEEDED, "messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked)
-    params = SamplingParams(
-        max_new_tokens=12,
-        temperature=1.0,
-        seed=3,
-        deterministic=True,
-        num_return_sequences=2,
-        logprobs=True,
-        top_logprobs=2,
-    )
+    params = replace(PARAMS, num_return_sequences=2, top_logprobs=2)
     (output,) = bundled.generate([MESSAGES], params)
     assert whole.prompt_token_ids == output.prompt_token_ids
     for choice, expected in zip(whole.choices, output.completions, strict=True):
@@ -105,11 +99,8 @@ def test_chat(client, bundled):
 def test_completions(client):
     """Prompts in every form, echo with log-probabilities, stops, and what is said of them."""
     asked = {"model": MODEL, "max_tokens": 4, "temperature": 0}
-    ids = (
-        client.completions.create(**asked, prompt=PROMPT, extra_body={"return_token_ids": True})
-        .choices[0]
-        .prompt_token_ids
-    )
+    (first,) = client.completions.create(**asked, prompt=PROMPT, extra_body=OWN).choices
+    ids = first.prompt_token_ids
     for prompt in ([PROMPT, "One day"], [ids, [5, 6]]):
         found = client.completions.create(**asked, prompt=prompt, n=2).choices
         assert [choice.index for choice in found] == [0, 1, 2, 3]
@@ -119,14 +110,10 @@ def test_completions(client):
     logprobs = choice.logprobs
     assert choice.text.startswith(PROMPT) and len(logprobs.tokens) == len(ids) + 4
     assert logprobs.token_logprobs[0] is None and max(logprobs.token_logprobs[1:]) <= 0
-    assert [
-        choice.text[place:][: len(token)]
-        for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
-    ] == logprobs.tokens
-    chunks = client.completions.create(
-        **asked, prompt=[[5, 6], ids], echo=True, logprobs=1, stream=True
-    )
-    parts = [c.choices[0] for c in chunks]
+    for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert choice.text[place:].startswith(token)
+    asked_again = {**asked, "prompt": [[5, 6], ids], "echo": True, "logprobs": 1, "stream": True}
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked_again)]
     parts = [part for part in parts if part.index == 1]
     assert "".join(part.text for part in parts) == choice.text
     assert [n for part in parts for n in part.logprobs.text_offset] == logprobs.text_offset
