@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support.cases import drain, run, whole
 from tests.support.mixes import Liar
-from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import (
     KINDS,
     all_bits,
@@ -22,7 +22,8 @@ from tests.support.thinking import (
     thinking_model,
 )
 from tinyspec import Engine
-from tinyspec.thinking.thinker import REFERENCE
+from tinyspec.determinism.rows import BatchFunction
+from tinyspec.thinking.thinker import REFERENCE, SIZES, ChunkBatches
 
 NEEDLES = [
     (prompt_of(67, 67), exact()),
@@ -192,6 +193,59 @@ def test_changed_while_several_completions_run(settings, steps):
     assert all(completion.error is None for completion in done.completions)
 
 
+# Batches of chunks
+
+LENGTH, WIDTH = 3, 32
+# By the number of chunks, where sizes do not differ.
+BATCHES = {1: [1], 3: [8], 8: [8], 9: [16], 17: [32], 33: [64], 140: [64, 64, 16]}
+
+
+@pytest.mark.parametrize("kind", [RowByRowLinear, ShapeSensitiveLinear])
+def test_every_count_gives_the_same_bits(kind):
+    """Those of the reference alone where sizes differ, larger and smaller ones where they do not.
+    Control: before it is proven, sizes that differ are taken."""
+    linear, sizes = kind(nn.Linear(WIDTH, WIDTH)), []
+    given = torch.randn(150, LENGTH, WIDTH)
+    wanted = torch.cat([linear(part) for part in given[:144].split(REFERENCE)])
+
+    def recorded(x):
+        sizes.append(len(x))
+        return linear(x).detach()
+
+    batches = ChunkBatches(lambda: [BatchFunction("it", recorded, LENGTH, torch.empty(0, WIDTH))])
+
+    def equal(count):
+        batches.run(recorded, given[:count], fills=(0,))  # looks at sizes
+        sizes.clear()
+        return torch.equal(batches.run(recorded, given[:count], fills=(0,)), wanted[:count])
+
+    differs = kind is ShapeSensitiveLinear
+    assert equal(20) is not differs and sizes == [20]
+    batches.prove()
+    for count in (*BATCHES, 65):
+        assert equal(count) and sum(sizes) >= count and set(sizes) <= set(SIZES)
+        if differs:
+            assert set(sizes) == {REFERENCE}
+        else:
+            assert sizes == BATCHES.get(count, sizes)
+
+
+def test_states_of_plain_requests_are_no_deterministic_ones():
+    """Plain ones run in batches of any size until it is known what changes no bit."""
+    model = thinking_model()
+    mlp = model.compression.block.layer.mlp
+    mlp.up_proj = ShapeSensitiveLinear(mlp.up_proj)
+    found = []
+    for plain_first in (False, True):
+        with engine_of(model, prefix_cache=False) as engine:
+            if plain_first:
+                prompts = [NEEDLES[0][0], NEEDLES[3][0], NEEDLES[0][0][3:]]
+                engine.generate(prompts, exact(deterministic=False))
+                assert engine.core.committer.thinker._states
+            found.append(all_bits(engine.generate(*NEEDLES[0])[0]))
+    assert found[0] == found[1]
+
+
 # Random mixes of requests that think and that do not, in random engines: the bits of a cold one.
 
 
@@ -239,7 +293,7 @@ def said(output):
 
 
 def test_a_random_mix():
-    run_mix(1)
+    run_mix(5)
 
 
 @pytest.mark.slow("random mixes", 4, cases=50)
