@@ -1,5 +1,7 @@
 """The conversation on the terminal."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -59,10 +61,7 @@ def test_ctrl_c_ends_the_answer_alone(served, capsys, monkeypatch):
 
 
 def test_ctrl_c_at_the_prompt(command, served, monkeypatch):
-    def interrupted(prompt):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=KeyboardInterrupt))
     assert command("chat") == (130, "", "tinyspec: interrupted\n")
 
 

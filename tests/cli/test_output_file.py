@@ -93,27 +93,22 @@ def test_other_input_is_refused(generate, files):
     assert files[1].read_bytes() == before
 
 
-def test_another_fingerprint_is_refused(generate, files):
-    generate()
-    lines = [RequestOutput.from_json(line) for line in files[1].read_text().splitlines()]
-    parts = {**lines[0].fingerprint_parts, "threads": 99}
-    print_of_others = {"fingerprint": digest_of(parts), "fingerprint_parts": parts}
-    lines = [replace(output, **print_of_others) for output in lines]
-    files[1].write_text("".join(output.to_json() + "\n" for output in lines[:2]))
-    before = files[1].read_bytes()
-    status, _, err = generate("--resume")
-    assert status == 2 and f"its fingerprint is {digest_of(parts)}: threads 99 -> " in err
-    assert files[1].read_bytes() == before
-
-
-def test_outputs_with_stop_strings_are_continued(generate, files):
-    """Their fingerprint has the tokenizer; that of another is named."""
-    assert generate("--stop", "zzz")[0] == 0
-    before = files[1].read_bytes()
-    assert generate("--stop", "zzz", "--resume") == (0, "", "")
-    output, *others = (RequestOutput.from_json(line) for line in before.splitlines())
-    parts = {**output.fingerprint_parts, "tokenizer": "sha256 0"}
+@pytest.mark.parametrize(
+    ("options", "part", "value", "told"),
+    [
+        ((), "threads", 99, "threads 99 -> "),
+        (("--stop", "zzz"), "tokenizer", "sha256 0", "tokenizer"),  # which decides where they end
+    ],
+    ids=["threads", "tokenizer"],
+)
+def test_another_fingerprint_is_refused(generate, files, options, part, value, told):
+    """Control: with its own an output is continued."""
+    assert generate(*options) == generate(*options, "--resume") == (0, "", "")
+    output, *others = map(RequestOutput.from_json, files[1].read_text().splitlines())
+    parts = {**output.fingerprint_parts, part: value}
     other = replace(output, fingerprint=digest_of(parts), fingerprint_parts=parts)
-    files[1].write_text("".join(o.to_json() + "\n" for o in (other, *others)))
-    status, _, err = generate("--stop", "zzz", "--resume")
-    assert status == 2 and f"its fingerprint is {digest_of(parts)}: tokenizer" in err
+    files[1].write_text("".join(o.to_json() + "\n" for o in (other, *others[:1])))
+    before = files[1].read_bytes()
+    status, _, err = generate(*options, "--resume")
+    assert status == 2 and f"its fingerprint is {digest_of(parts)}: {told}" in err
+    assert files[1].read_bytes() == before
