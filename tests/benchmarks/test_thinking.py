@@ -1,10 +1,13 @@
-"""The benchmark of thinking runs, and reports nothing where windows do not agree."""
+"""The benchmark of thinking runs."""
 
 import json
+
+import pytest
 
 from benchmarks import bench_thinking
 
 
+@pytest.mark.slow("thinking", 6)
 def test_against_chains_of_thought(tmp_path, capsys):
     """All answer the same prompts; here all are the model that thinks."""
     from tinyspec.tools.demo import THINKER

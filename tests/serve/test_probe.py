@@ -143,7 +143,7 @@ def test_what_is_refused_is_left_out(probe, field):
     assert left_out not in report["rows"]["1 of the same request"]
 
 
-def test_what_goes_wrong_is_told(probe):
+def test_what_goes_wrong_is_told(probe, sigint):
     reports = {}
     for fault in ("fails", "busy", "fingerprint", "interrupt"):
         status, printed, reports[fault] = probe(fault)

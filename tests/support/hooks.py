@@ -26,14 +26,6 @@ class Only(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, kept, 0.0)
 
 
-class InPlace(LogitsProcessor):
-    """Writes into what it is given, as many do."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, ::2] -= 5.0
-        return scores
-
-
 class Until(StoppingCriteria):
     """Ends a row that is ``length`` long."""
 
