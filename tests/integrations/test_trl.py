@@ -24,6 +24,7 @@ from tinyspec.integrations.trl import patch_trainer, rollout
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 PROMPTS = [[5, 17, 3], [9, 8, 7, 6, 5, 4, 3, 11], [40]]
+ANSWERS = [[4, 5, 6, 7], [50, 51], [9]]
 TEMPERATURE = 0.7
 
 
@@ -36,6 +37,12 @@ def trainer_of(model: Any, ref_model: Any = None, **head: Any) -> Any:
     return types.SimpleNamespace(
         **given, args=args, callbacks=callbacks, add_callback=callbacks.append
     )
+
+
+def patched_trainer() -> Any:
+    trainer = trainer_of(tiny())
+    patch_trainer(trainer, SMALL)
+    return trainer
 
 
 def batch_of(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -80,13 +87,11 @@ def reached(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_the_record_has_the_bits_of_generation(family, dtype, reached):
-    def made():
-        return zoo.tiny(family).to(dtype)
-
-    with Engine(made(), config=SMALL) as engine:
+    made = [zoo.tiny(family).to(dtype) for _ in range(3)]
+    with Engine(made[0], config=SMALL) as engine:
         answers, expected = drawn(engine)
     batch = batch_of(PROMPTS, answers)
-    plain_trainer, trainer = trainer_of(made()), trainer_of(made())
+    plain_trainer, trainer = map(trainer_of, made[1:])
     patch_trainer(trainer, SMALL)
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)  # gpt2 makes no such
     plain = plain_trainer.model(**batch, position_ids=positions, fused_lm_head=True)
@@ -111,10 +116,9 @@ def test_gradients_are_those_of_trl():
     """Of the loss, and of an entropy bonus; a row without labels gives none."""
     grads = []
     for exact in (False, True):
-        trainer = trainer_of(tiny())
+        trainer, batch = trainer_of(tiny()), batch_of(PROMPTS, ANSWERS)
         if exact:
             patch_trainer(trainer, SMALL)
-        batch = batch_of(PROMPTS, [[4, 5, 6, 7], [50, 51], [9]])
         batch["labels"][1] = -100
         found = trainer.model(**batch, fused_lm_head=True, num_items_in_batch=4)
         (found.loss - 0.1 * found.entropy.sum()).backward()
@@ -124,9 +128,7 @@ def test_gradients_are_those_of_trl():
 
 def test_no_label_at_all():
     """A differentiable 0, as TRL gives."""
-    trainer = trainer_of(tiny())
-    patch_trainer(trainer, SMALL)
-    batch = batch_of(PROMPTS, [[4], [5], [6]])
+    trainer, batch = patched_trainer(), batch_of(PROMPTS, [[4], [5], [6]])
     batch["labels"][:] = -100
     found = trainer.model(**batch, fused_lm_head=True)
     assert found.loss.item() == 0 and not found.label_mask.any()
@@ -138,7 +140,7 @@ def test_other_calls():
     trainer = trainer_of(tiny(), tiny())
     heads = [vars(model)["forward"] for model in (trainer.model, trainer.ref_model)]
     patch_trainer(trainer, SMALL)
-    batch = batch_of(PROMPTS, [[4, 5, 6, 7], [50, 51], [9]])
+    batch = batch_of(PROMPTS, ANSWERS)
     found = trainer.model(**batch, fused_lm_head=True)
     other = trainer.ref_model(**batch, fused_lm_head=True)
     assert torch.equal(found.log_probs, other.log_probs), "the KL divergence of equal weights is 0"
@@ -184,10 +186,8 @@ def test_refused_by_name():
         rollout(["One day"], plain)
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32"):
         patch_trainer(trainer_of(tiny(), cast_lm_head_to_fp32=True), SMALL)
-    trainer = trainer_of(tiny())
-    patch_trainer(trainer, SMALL)
+    trainer, batch = patched_trainer(), batch_of(PROMPTS, [[4], [5], [6]])
     with pytest.raises(ValueError, match=r"trainer\.model\.forward"):
         patch_trainer(trainer, SMALL)
-    batch = batch_of(PROMPTS, [[4], [5], [6]])
     with pytest.raises(ValueError, match="output_router_logits"):
         trainer.model(**batch, fused_lm_head=True, output_router_logits=True)
