@@ -181,8 +181,7 @@ def test_defaults_by_device():
 def test_one_or_several():
     params = SamplingParams(eos_token_id=3, stop_token_ids=[4, 5], stop_strings="end")
     assert (params.eos_token_id, params.stop_token_ids) == ((3,), (4, 5))
-    assert params.stop_strings == ("end",)
-    assert params.stop_ids == (3, 4, 5)
+    assert (params.stop_strings, params.stop_ids) == (("end",), (3, 4, 5))
     assert SamplingParams(eos_token_id=3, stop_token_ids=4, ignore_eos=True).stop_ids == (4,)
 
 

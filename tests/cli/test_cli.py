@@ -24,8 +24,7 @@ def test_audit_of_what_generate_wrote(command, tmp_path):
     status, out, _ = command("audit", file)
     assert status == 0 and "2 same" in out and one.fingerprint in out
 
-    tokens = other.completions[0].token_ids
-    tokens[3] = tokens[3] + 1
+    other.completions[0].token_ids[3] += 1
     good, bad = written.splitlines()[0], written.replace('"temperature": 0.9', '"temperature": -1')
     twice = good.replace('"request_id": ', '"request_id": "b", "request_id": ')
     lines = (good, "", bad.splitlines()[0], "[1]", twice, other.to_json(), "")

@@ -9,12 +9,10 @@ from random import Random
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.coin_reader.reading import read
 from benchmarks.coin_reader.tasks import TASKS
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
-from tinyspec.thinking.model import ThinkingModel
 from tinyspec.tools.demo import (
     AGAIN,
     BUNDLED,
@@ -82,14 +80,6 @@ def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     assert demo(engine, 1, 5, patience=0.0) == 1
     out = capsys.readouterr().out
     assert "DIFFERENT: token " in out and "another text from token 3 on" in out
-
-
-def test_tokens_that_differ_are_marked(engine):
-    one = Demo(engine, 1, 4)
-    ids = engine.tokenizer(" Ana can run. Ben can sing.")["input_ids"]
-    same, rest = (engine.tokenizer.decode(part) for part in (ids[:5], ids[5:]))
-    assert one.marked(ids, 5) == f"{same.strip()}>>>{rest}"
-    assert one.marked(ids, None) == f"{same.strip()}{rest}"
 
 
 # The seed's figure, and what its labels are in the demo.
@@ -188,16 +178,6 @@ def read_by_the_thinker(share, count):
     with Engine.from_pretrained(THINKER) as engine:
         params = SamplingParams(max_new_tokens=3, thinking=True)
         return made, engine.generate(prompts, params)
-
-
-def test_the_thinker_thinks_what_the_reading_thinks():
-    _, outputs = read_by_the_thinker(0.5, 12)
-    prompts = [output.prompt_token_ids for output in outputs]
-    reading = read(ThinkingModel.from_pretrained(THINKER), prompts)
-    thoughts = [[thought.token_ids for thought in output.thoughts] for output in outputs]
-    answers = [output.completions[0].token_ids[0] for output in outputs]
-    assert (thoughts, answers) == (reading.thoughts, reading.logits.argmax(-1).tolist())
-    assert sum(path.stat().st_size for path in Path(THINKER).iterdir()) < 2e6
 
 
 def right(made, outputs):
