@@ -110,7 +110,7 @@ def alone_and_beside(model, **changes):
     """Bits of one request alone, and beside prompts of ``LARGE``."""
     prompt = [token for token in text(9) if token != LARGE]
     params = greedy(6, **changes)
-    with engine_of(model, prefix_cache=False, max_rows=16) as engine:
+    with engine_of(model, prefix_cache=False, reference_rows=8, max_rows=8) as engine:
         (alone,) = engine.generate([prompt], params)
         beside = engine.generate([prompt, [LARGE] * 5], params)[0]
     return bits_of([alone]), bits_of([beside])

@@ -119,7 +119,7 @@ def test_what_breaks_the_reference_bucket_is_named(name, kind, found):
 
 def test_a_rare_difference_of_attention(no_results_on_disk):
     """That only the many rows of a doctor show: the engine refuses from then on."""
-    with Engine(sound(), config=CONFIG) as engine:
+    with Engine(tiny(), config=CONFIG) as engine:
         engine.generate([[1, 2]], DETERMINISTIC)
         context = engine.served.context
         whole = context.kernels.paged_attention
@@ -189,11 +189,11 @@ def test_requests_of_other_threads_wait(monkeypatch):
 
 
 def test_bad_arguments():
-    model = sound()
-    with Engine(model, config=CONFIG) as engine:
+    model, small = tiny(), EngineConfig(reference_rows=4, max_rows=4)
+    with Engine(model, config=small) as engine:
         with pytest.raises(ValueError, match="config"):
-            doctor(engine, CONFIG)
-        assert doctor(model, CONFIG), "another engine serves the same model"
+            doctor(engine, small)
+        assert doctor(model, small), "another engine serves the same model"
     with pytest.raises(ValueError, match="open"):
         doctor(engine)
 
