@@ -91,9 +91,8 @@ def test_rows_alone_and_in_their_prompt(dtype, heads, softcap):
 
 def rest_of_a_cut_differs():
     """Whether torch gives rows of a block of 4, behind 32 others, other bits here than among 32."""
-    generator = torch.Generator().manual_seed(0)
     for _ in range(300):
-        row, k, v = (torch.randn(1, 1, n, 96, generator=generator) for n in (1, 128, 128))
+        row, k, v = (torch.randn(1, 1, n, 96) for n in (1, 128, 128))
         out, _ = flash_attention(row.expand(1, 1, 36, 96).contiguous(), k, v, 0.0)
         if not torch.equal(out, out[:, :, :1].expand_as(out)):
             return True

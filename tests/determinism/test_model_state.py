@@ -82,9 +82,8 @@ def test_a_class_and_hooks_of_all_modules(monkeypatch):
             patches.setattr(kind, "forward", lambda self, x: whole(self, x) * 0.5)
             assert engine.fingerprint != before
         assert engine.fingerprint == before
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-        assert engine.fingerprint != before
-        handle.remove()
+        with nn.modules.module.register_module_forward_hook(lambda *_: None):
+            assert engine.fingerprint != before
         assert engine.fingerprint == before
 
 

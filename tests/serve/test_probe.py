@@ -177,8 +177,8 @@ def test_no_torch():
 
 def test_tinyspec(served, capsys):
     """Deterministic requests are equal; where the promise is switched off the crowd is seen."""
-    for deterministic, expected in ((True, 0), (False, 1)):
+    for deterministic, crowd, expected in ((True, "2", 0), (False, "4", 1)):
         extra = json.dumps({"deterministic": deterministic})
-        options = ("--crowds", "4", "--endpoints", "chat", "--max-tokens", "8")
+        options = ("--crowds", crowd, "--endpoints", "completions", "--max-tokens", "6")
         status = main(["probe", served.url, *options, "--extra-body", extra])
         assert status == expected, capsys.readouterr().out

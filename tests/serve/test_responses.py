@@ -22,16 +22,18 @@ ORDER = [
     *("response.content_part.added", "response.output_text.delta", "response.output_text.done"),
     *("response.content_part.done", "response.output_item.done", "response.completed"),
 ]
+
+
+def message(role, content):
+    return {"type": "message", "role": role, "content": content}
+
+
 INPUTS = {
-    "basic": [{"type": "message", "role": "user", "content": "Say hello in exactly 3 words."}],
-    "system": [
-        {"type": "message", "role": "system", "content": "You are a pirate."},
-        {"type": "message", "role": "user", "content": "Say hello."},
-    ],
+    "basic": [message("user", "Say hello in exactly 3 words.")],
+    "system": [message("system", "You are a pirate."), message("user", "Say hello.")],
     "turns": [
-        {"type": "message", "role": "user", "content": "My name is Alice."},
-        {"type": "message", "role": "assistant", "content": "Hello Alice!"},
-        {"type": "message", "role": "user", "content": "What is my name?"},
+        *(message("user", "My name is Alice."), message("assistant", "Hello Alice!")),
+        message("user", "What is my name?"),
     ],
     "parts": [{"role": "user", "content": [{"type": "input_text", "text": "Count to 5."}]}],
     "text": "Tell me a story.",

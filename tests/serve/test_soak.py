@@ -25,12 +25,13 @@ PAGE = 4096
 
 def asked(n):
     body = {"model": MODEL, "seed": n, "deterministic": True, "stream": n % 2 == 0}
-    if n % 3 == 0:
-        return COMPLETIONS, {**body, "prompt": "Once upon " * (1 + n % 5), "max_tokens": 20}
-    if n % 3 == 1:
-        messages = [{"role": "user", "content": f"Story {n}."}]
-        return CHAT, {**body, "messages": messages, "max_tokens": 20, "stop": " named"}
-    return RESPONSES, {**body, "input": f"Tell {n}.", "max_output_tokens": 20}
+    messages = [{"role": "user", "content": f"Story {n}."}]
+    path, own = (
+        (COMPLETIONS, {"prompt": "Once upon " * (1 + n % 5), "max_tokens": 20}),
+        (CHAT, {"messages": messages, "max_tokens": 20, "stop": " named"}),
+        (RESPONSES, {"input": f"Tell {n}.", "max_output_tokens": 20}),
+    )[n % 3]
+    return path, body | own
 
 
 def said(response):
