@@ -22,12 +22,13 @@ NAME = dict(ids=lambda f: f.__name__)
 def test_every_change_is_seen(change, two_threads):
     model = model_for(change)
     with Engine(model, config=CONFIG) as engine:
-        contract = engine.contract
+        contract, before = engine.contract, engine.fingerprint
         assert contract.refresh() is None
         change(model)
         with engine.runner.torch_state():
             assert contract.changed() and contract.refresh()
             assert not contract.changed() and contract.refresh() is None
+        assert engine.fingerprint != before
 
 
 @pytest.mark.parametrize("family", first(3, FAMILIES, 1))
