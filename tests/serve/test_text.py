@@ -234,7 +234,7 @@ def test_metrics(served):
     assert after[f"vllm:num_requests_running{label}"] == 0
 
 
-# The Responses API: its client, and what of openresponses' compliance suite concerns text, restated.
+# The Responses API: its client, and what of the compliance suite of openresponses concerns text.
 
 REQUIRED = {
     *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"),
