@@ -172,7 +172,8 @@ def test_what_no_server_is_made_of(bundled):
             asyncio.run(shared.close())
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow("server", 15)), 2])
+@pytest.mark.slow("server", 15)
+@pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c(times, sigint):
     """Once: what runs is answered. Twice: the process ends at once."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -135,11 +135,19 @@ def test_controls(probe, fault):
     assert status == 2 and printed.splitlines()[-1].startswith("CONTROL FAILED: ")
 
 
-@pytest.mark.parametrize("field", sorted(ALL))
-def test_what_is_refused_is_left_out(probe, field):
-    status, printed, report = probe(takes=ALL - {field} | {"max_completion_tokens"})
-    assert status == 0 and f"note: chat, {field}: HTTP 400" in printed
-    left_out = {"temperature": "chat, greedy", "seed": "chat, seeded"}.get(field)
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [
+        ({"temperature"}, "chat, greedy"),
+        ({"seed"}, "chat, seeded"),
+        (ALL - {"temperature", "seed"}, None),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_left_out(probe, fields, left_out):
+    status, printed, report = probe(takes=ALL - fields | {"max_completion_tokens"})
+    assert status == 0
+    assert all(f"note: chat, {field}: HTTP 400" in printed for field in fields)
     assert left_out not in report["rows"]["1 of the same request"]
 
 
