@@ -101,7 +101,7 @@ def test_control_a_false_fact(monkeypatch):
 def test_what_a_first_token_waits_for(monkeypatch):
     """Fewer than 20 passes of the reference bucket, in products: passes end to end, and the linears
     by themselves."""
-    products, rows = [], []
+    model, products, rows = tiny(dtype=torch.bfloat16), [], []
     whole, forward = nn.Module.__call__, ModelRunner.forward
 
     def counted(module, *args, **kwargs):
@@ -115,7 +115,6 @@ def test_what_a_first_token_waits_for(monkeypatch):
 
     monkeypatch.setattr(nn.Module, "__call__", counted)
     monkeypatch.setattr(ModelRunner, "forward", passes)
-    model = tiny(dtype=torch.bfloat16)
     with Engine(model, config=EngineConfig()) as engine:
         reference = engine.config.reference_rows
         linears = [m for m in model.modules() if hasattr(m, "out_features")]
