@@ -22,8 +22,8 @@ from tinyspec.determinism.results import BucketResult, ProbeResults, Unsound
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
-CONFIG = EngineConfig(reference_rows=8, max_rows=32)
-SIZES = [2, 4, 8, 16, 24, 32]
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
+SIZES = [2, 4, 8, 16]
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
 pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
 
@@ -73,7 +73,7 @@ def test_the_same_bits_whenever_buckets_are_proven(how, monkeypatch):
     model = tiny(dtype=torch.bfloat16)
     expected = reference_bits(model, NEEDLES)
     how(monkeypatch)
-    found, results = served(model, [*NEEDLES, *crowd(random.Random(0), 12)])
+    found, results = served(model, [*NEEDLES, *crowd(random.Random(0), 6)])
     assert found[: len(NEEDLES)] == expected
     assert (results.sizes == [8]) == (how is never)
 
@@ -90,7 +90,7 @@ def test_control_a_false_fact(monkeypatch):
         return results.with_bucket(BucketResult(rows, True, (), 0.001))
 
     monkeypatch.setattr(proof, "prove_bucket", false)
-    changed = replace(CONFIG, max_rows=28)  # other facts on disk
+    changed = replace(CONFIG, max_rows=12)  # other facts on disk
     found, results = served(model, requests, changed)
     assert len(results.canonical) > 1 and found != expected
 
@@ -159,7 +159,7 @@ def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
     monkeypatch.setattr("tinyspec.determinism.contract.MANY_ROWS", 1)
     found = []
     for all_of_it in (Engine.warm_up, doctor):
-        with Engine(tiny(), config=replace(CONFIG, max_rows=31 + len(found))) as engine:
+        with Engine(tiny(), config=replace(CONFIG, max_rows=15 + len(found))) as engine:
             engine.generate(prompts(1), DETERMINISTIC)
             assert engine.contract.results.sizes == [8]
             all_of_it(engine)
