@@ -38,11 +38,6 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     budget.add_options(parser)
-    parser.addoption(
-        "--overlap",
-        action="store_true",
-        help="run every engine of these processes with overlap, on a device whose results are late",
-    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -60,20 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     budget.select(config, items)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _overlap(request) -> Iterator[None]:
-    """What ``--overlap`` asks for."""
-    from tests.support.late_device import force
-
-    with pytest.MonkeyPatch.context() as patches:
-        if request.config.getoption("--overlap"):
-            force(patches)
-        yield
-
-
 @pytest.fixture
 def late_device(monkeypatch) -> None:
-    """As ``--overlap``, for engines of one test."""
+    """Engines of this test overlap, on a device whose results are late."""
     from tests.support.late_device import force
 
     force(monkeypatch)
@@ -160,6 +144,16 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder of its own for what proofs find: what a test breaks is not always part of their
+    key."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path / "tinyspec"
 
 
 @pytest.fixture

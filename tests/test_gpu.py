@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.mixes import bits, crowd, needles, plain, random_config, run_through, solo
+from tests.support.cases import bits_of, one_by_one, run
+from tests.support.mixes import crowd, needles, plain, random_config, run_through
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
@@ -32,24 +33,23 @@ def test_greedy_equals_transformers(family):
 def test_bits_in_a_crowd(family, dtype):
     model = tiny(family, dtype).cuda()
     with Engine(model, config=CONFIG) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
-        order = [*needles(), *crowd(random.Random(1), 20)]
-        outputs = engine.generate([p for p, _ in order], [s for _, s in order])
-    assert [bits(output) for output in outputs[: len(alone)]] == alone
+        alone = one_by_one(engine, needles())
+        outputs = run(engine, [*needles(), *crowd(random.Random(1), 20)])
+    assert bits_of(outputs[: len(alone)]) == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_random_mixes(dtype):
     model = tiny("llama", dtype).cuda()
     with Engine(model, config=CONFIG) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
+        alone = one_by_one(engine, needles())
     for seed in range(20):
         rng = random.Random(seed)
         chosen = rng.sample(range(len(needles())), 2)
         order = [needles()[n] for n in chosen] + crowd(rng, rng.randint(0, 20))
         with Engine(model, config=random_config(rng, REFERENCE, None)) as engine:
             outputs = run_through(engine, rng, order)
-        assert [bits(output) for output in outputs[:2]] == [alone[n] for n in chosen]
+        assert bits_of(outputs[:2]) == [alone[n] for n in chosen]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -62,8 +62,7 @@ def test_replays_have_the_bits_of_eager_passes(dtype):
             engine.warm_up()
             mixes = [needles() + crowd(random.Random(n), size) for n, size in enumerate(SIZES)]
             mixes *= EAGER_PASSES + 1
-            outputs = [engine.generate([p for p, _ in m], [s for _, s in m]) for m in mixes]
-            found.append([[bits(output) for output in served[:count]] for served in outputs])
+            found.append([bits_of(run(engine, mix)[:count]) for mix in mixes])
             assert bool(len(engine.runner.graphs)) is graphs
     assert found[0] == found[1]
 
@@ -75,9 +74,8 @@ def test_a_capture_that_fails(monkeypatch):
 
     def served():
         with Engine(tiny(dtype=torch.bfloat16).cuda(), config=CONFIG) as engine:
-            outputs = [engine.generate([p for p, _ in m], [s for _, s in m]) for m in asked]
+            found = [bits_of(run(engine, mix)[: len(needles())]) for mix in asked]
             graphs = engine.runner.graphs
-            found = [list(map(bits, served[: len(needles())])) for served in outputs]
             return found, len(graphs), [why for why in graphs.refusals.values() if why]
 
     def waiting(graph, work):
@@ -102,10 +100,9 @@ def test_control_plain_requests_differ():
     prompt, params = needles()[1]
     request = (prompt, plain(params))
     with Engine(model, config=CONFIG) as engine:
-        alone = bits(solo(engine, request))
-        order = [request, *crowd(random.Random(0), 9)]
-        among = bits(engine.generate([p for p, _ in order], [s for _, s in order])[0])
-    assert among != alone
+        alone = one_by_one(engine, [request])
+        among = run(engine, [request, *crowd(random.Random(0), 9)])
+    assert bits_of(among[:1]) != alone
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -10,7 +10,6 @@ import torch
 
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.errors import OTHER_NAMES
-from tinyspec.sampling_params import STRUCTURES
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
@@ -127,26 +126,21 @@ NUMBERS = {
 @pytest.mark.parametrize("integer, real, truth, several", NUMBERS.values(), ids=NUMBERS)
 def test_numbers_of_numpy_and_torch(integer, real, truth, several):
     """Wherever Python's are; and they are Python's afterwards."""
-    given = {
-        **dict.fromkeys(("max_new_tokens", "seed", "top_k", "num_return_sequences"), integer(5)),
-        **dict.fromkeys(("min_new_tokens", "top_logprobs"), integer(2)),
-        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), real(0.5)),
-        **dict.fromkeys(("frequency_penalty", "presence_penalty"), real(0.25)),
-        **dict.fromkeys(
-            ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs"), truth(True)
-        ),
+    kinds = {int: integer, float: real, bool: truth}
+    plain = {
+        f.name: {int: 1, float: 0.5, bool: True}[type(f.default)]
+        for f in fields(SamplingParams)
+        if type(f.default) in kinds
     }
-    named = {"logit_bias": {integer(4): real(0.5)}, "bad_words_ids": [several(4, 5)]}
-    params = SamplingParams(**given, **named, eos_token_id=integer(3), stop_token_ids=several(4, 5))
-    plain = {name: value.item() for name, value in given.items()}
-    plain |= {"logit_bias": {4: 0.5}, "bad_words_ids": [[4, 5]]}
-    assert params == SamplingParams(**plain, eos_token_id=3, stop_token_ids=[4, 5])
-    numbers = [field.name for field in fields(params) if field.name not in STRUCTURES]
-    values = [getattr(params, name) for name in numbers]
-    values += [*params.eos_token_id, *params.stop_token_ids, *params.bad_words_ids[0]]
-    values[values.index({4: 0.5})] = (*params.logit_bias, *params.logit_bias.values())
-    assert {type(value) for value in values} <= {int, float, bool, str, tuple}
-    assert SamplingParams(stop_token_ids=[integer(4), 5]).stop_token_ids == (4, 5)
+    plain |= {"top_k": 5, "seed": 5, "top_p": 0.5, "min_p": 0.5, "top_logprobs": 2}
+    plain |= {"logit_bias": {4: 0.5}, "bad_words_ids": ((4, 5),)}
+    given = {name: kinds.get(type(value), tuple)(value) for name, value in plain.items()}
+    given |= {"logit_bias": {integer(4): real(0.5)}, "bad_words_ids": [several(4, 5)]}
+    params = SamplingParams(**given, eos_token_id=integer(3), stop_token_ids=[integer(4), 5])
+    assert params == SamplingParams(**plain, eos_token_id=3, stop_token_ids=several(4, 5))
+    assert len(plain) == 20
+    for name, value in {**plain, "eos_token_id": (3,), "stop_token_ids": (4, 5)}.items():
+        assert repr(getattr(params, name)) == repr(value), "of Python's types"
     for bad in ({"max_new_tokens": real(5.5)}, {"seed": truth(True)}, {"temperature": several(1)}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             SamplingParams(**bad)
@@ -169,18 +163,8 @@ def test_settings_that_do_not_fit_together():
 
 
 def test_edges_are_allowed():
-    SamplingParams(
-        max_new_tokens=1,
-        min_new_tokens=1,
-        temperature=0,
-        top_k=0,
-        top_p=1,
-        min_p=0,
-        repetition_penalty=0.5,
-        seed=2**64 - 1,
-        eos_token_id=0,
-        stop_token_ids=[0],
-    )
+    SamplingParams(max_new_tokens=1, min_new_tokens=1, seed=2**64 - 1, repetition_penalty=0.5)
+    SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, eos_token_id=0, stop_token_ids=[0])
     EngineConfig(reference_rows=4, max_rows=4, max_sequences=1, page_size=1, draft_window=1, seed=0)
     EngineConfig(page_size=1024, memory_fraction=1.0, drafter="ngram")
 
@@ -197,16 +181,8 @@ def test_defaults_by_device():
 def test_one_or_several():
     params = SamplingParams(eos_token_id=3, stop_token_ids=[4, 5], stop_strings="end")
     assert (params.eos_token_id, params.stop_token_ids) == ((3,), (4, 5))
-    assert params.stop_strings == ("end",)
-    assert params.stop_ids == (3, 4, 5)
+    assert (params.stop_strings, params.stop_ids) == (("end",), (3, 4, 5))
     assert SamplingParams(eos_token_id=3, stop_token_ids=4, ignore_eos=True).stop_ids == (4,)
-
-
-def test_filtered():
-    assert not SamplingParams(top_k=5).filtered  # greedy
-    assert not SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).filtered
-    for style in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert SamplingParams(temperature=1.0, **style).filtered
 
 
 def test_plain_data_and_back():
@@ -215,8 +191,7 @@ def test_plain_data_and_back():
     )
     assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
     assert SamplingParams(bad_words_ids=[torch.tensor([1, 2])]).bad_words_ids == ((1, 2),)
-    made = SamplingParams(logits_processors=test_filtered)  # a function that makes them
-    assert made.to_dict()["logits_processors"] == ["test_filtered"] and not made.draftable
-    named = SamplingParams(logits_processors=[test_filtered]).to_dict()
-    assert named["logits_processors"] == ["test_filtered"]
-    assert SamplingParams.from_dict(named).logits_processors == ("test_filtered",)
+    for processors in (cases, [cases]):  # a function that makes them, and one that is one
+        named = SamplingParams(logits_processors=processors).to_dict()
+        assert named["logits_processors"] == ["cases"]
+        assert SamplingParams.from_dict(named).logits_processors == ("cases",)

@@ -10,9 +10,10 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,24 +38,16 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 GPU = "gpu"
 
 
-@dataclass(frozen=True)
-class Snippet:
-    """language: the first word behind the fence. words: those that follow. line: of its fence."""
+class Snippet(NamedTuple):
+    """name: README and line of its fence. language: the first word behind the fence. words: those
+    that follow. code: with the bundled model for names of models."""
 
     readme: str
-    line: int
+    name: str
     language: str
-    words: tuple[str, ...]
+    words: list[str]
     text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.readme}:{self.line}"
-
-    @property
-    def code(self) -> str:
-        """Its text with the bundled model for names of models."""
-        return with_model(self.text)
+    code: str
 
 
 def with_model(text: str) -> str:
@@ -67,8 +60,8 @@ def snippets(readme: str) -> list[Snippet]:
     found = []
     for match in FENCE.finditer(text):
         language, *words = match[1].split() or [""]
-        line = text[: match.start()].count("\n") + 1
-        found.append(Snippet(readme, line, language, tuple(words), match[2]))
+        name = f"{readme}:{text[: match.start()].count(chr(10)) + 1}"
+        found.append(Snippet(readme, name, language, words, match[2], with_model(match[2])))
     return found
 
 
@@ -86,10 +79,6 @@ SHELL = [s for s in ALL if s.language == "bash"]
 ELSEWHERE = ("pip", "pytest", "python", "bash", "for", "curl", "nohup", "kill")
 # Where snippets ask a server, which then is there.
 URL = "http://127.0.0.1:8000"
-
-
-def of(readme, found):
-    return [snippet for snippet in found if snippet.readme == readme]
 
 
 @pytest.fixture
@@ -125,46 +114,25 @@ def run(snippet, names, url=URL):
         asyncio.run(done)
 
 
-def test_they_are_found():
-    """Control: fences of all kinds, of several files, and the rule for names."""
-    assert {s.language for s in ALL} == {"", "bash", "python"}
-    assert len({s.readme for s in PYTHON}) >= 2 and len(PYTHON) >= 5
-    assert [s for s in PYTHON if "Qwen/Qwen3-0.6B" in s.text]
-    assert with_model('"Qwen/Qwen3-0.6B"') == f'"{BUNDLED}"'
-    assert with_model("tinyspec chat --model NAME") == f"tinyspec chat --model {BUNDLED}"
-    assert with_model("tests/drop_in and 3/4") == "tests/drop_in and 3/4"
-
-
 def is_here(word):
     return torch.cuda.is_available() if word == GPU else find_spec(word) is not None
-
-
-def refuse(*_, **__):
-    raise AssertionError("this model is not patched")
 
 
 @pytest.mark.parametrize("readme", sorted({s.readme for s in PYTHON}))
 def test_python(readme, given, monkeypatch):
     """Those of one README run in their order, with the names of those before. No snippet hands
     tinyspec's own arguments to a model that it does not serve."""
+    refuse = Mock(side_effect=AssertionError("this model is not patched"))
     monkeypatch.setattr(type(given["model"]), "generate_batch", refuse)
+    found, url = [snippet for snippet in PYTHON if snippet.readme == readme], URL
     with contextlib.ExitStack() as stack:
-        url = URL
-        if any(URL in snippet.text for snippet in of(readme, PYTHON)):
+        if any(URL in snippet.text for snippet in found):
             engine = stack.enter_context(storyteller())
             url = stack.enter_context(running(engine, model=str(BUNDLED))).url
-        for snippet in of(readme, PYTHON):
+        for snippet in found:
             compile(snippet.text, snippet.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             if all(is_here(word) for word in snippet.words):
                 run(snippet, given, url)
-
-
-def test_control_a_wrong_snippet_fails(given):
-    from dataclasses import replace
-
-    wrong = replace(PYTHON[0], text="engine = tinyspec.Engine(model, tokenizer, sed=3)")
-    with pytest.raises(TypeError, match="sed"):
-        run(wrong, given)
 
 
 def commands(text):
@@ -225,11 +193,3 @@ def test_commands_between_backticks(readme):
         if "..." not in expression:
             names = {"EngineConfig": EngineConfig, "SamplingParams": SamplingParams}
             eval(expression, names)
-
-
-def test_control_a_wrong_option_is_noticed():
-    words = ["generate", "x", "--determinstic-ally"]
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(sys.stdout):
-        _parser(words).parse_args(words)
-    with pytest.raises(AssertionError):
-        check_names("python benchmarks/no_such_file.py")

@@ -13,14 +13,8 @@ from benchmarks.on_gpu import Step, gpu_steps, run_all, smoke_steps
 ROOT = Path(__file__).parents[2]
 
 
-def script(text: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", text)
-
-
-def results(folder: Path) -> dict[str, str]:
-    """How every step ended."""
-    lines = journal.read(folder / "results.jsonl")
-    return {line["case"]: line["result"] for line in lines if "result" in line}
+def step(name: str, seconds: int, text: str, **more: bool) -> Step:
+    return Step(name, seconds, (sys.executable, "-c", text), **more)
 
 
 def test_steps(tmp_path, monkeypatch, capsys):
@@ -29,21 +23,19 @@ def test_steps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(on_gpu, "GRACE_S", 0.2)
     hangs = "import time; print('begun', flush=True); time.sleep(60)"
     steps = [
-        Step("fine", 20, script("print('some words')")),
-        Step("fails", 20, script("raise SystemExit(3)")),
-        Step("hangs", 1, script(hangs)),
-        Step("after", 20, script("import sys; print(sys.argv)"), told=False),
+        step("fine", 20, "print('some words')"),
+        step("fails", 20, "raise SystemExit(3)"),
+        step("hangs", 1, hangs),
+        step("after", 20, "import sys; print(sys.argv)", told=False),
     ]
     began = time.time()
     run_all(steps, tmp_path, tmp_path, began + 30)
     assert time.time() - began < 15
-    run_all([Step("late", 60, script(hangs))] * 2, tmp_path, tmp_path, time.time() + 2)
-    assert results(tmp_path) == {
-        "fine": "passed",
-        "fails": "failed (3)",
-        "hangs": "out of time",
-        "after": "passed",
-        "late": "no time",
+    run_all([step("late", 60, hangs)] * 2, tmp_path, tmp_path, time.time() + 2)
+    lines = journal.read(tmp_path / "results.jsonl")
+    assert {line["case"]: line["result"] for line in lines if "result" in line} == {
+        **{"fine": "passed", "fails": "failed (3)", "hangs": "out of time"},
+        **{"after": "passed", "late": "no time"},
     }
     log = (tmp_path / "log.txt").read_text()
     assert "some words" in log and "begun" in log and "['-c']" in log

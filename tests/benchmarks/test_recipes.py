@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.budget import first
 from tinyspec import Engine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "recipes"
@@ -38,7 +39,9 @@ def test_it_shows_what_it_says(name, capsys, monkeypatch):
     assert SHOWN[name] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["rl_rollouts", "evaluation_twice", "audit_transcript"])
+@pytest.mark.parametrize(
+    "name", first(1, ["audit_transcript", "rl_rollouts", "evaluation_twice"], 4)
+)
 def test_control_a_single_bit_is_noticed(name, monkeypatch):
     """Every second call gives a log-probability whose last bit is another."""
     whole, calls = Engine.generate, []

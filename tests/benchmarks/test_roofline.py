@@ -40,32 +40,19 @@ def test_kernels(found, moved, done):
     assert (found.bytes, found.operations) == (moved, done)
 
 
-def weights(config, tied):
-    """Numbers in the matrices of a decoder with gated MLPs, those of its norms left out."""
-    heads = roofline.heads_of(config)
-    attention = config.hidden_size * heads.dim * (2 * heads.q + 2 * heads.kv)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    return config.num_hidden_layers * layer + (2 - tied) * config.hidden_size * config.vocab_size
-
-
 @pytest.mark.parametrize(
-    "config, tied, billions, kv_bytes, milliseconds",
-    # By hand: 2 bytes a weight, but one row of the embedding, and the contexts; 1 and 64 rows.
-    [
-        (QWEN, True, 0.596, 114_688, {1: 0.305, 64: 2.03}),
-        (LLAMA, False, 8.03, 131_072, {1: 3.52, 64: 5.49}),
-    ],
+    "config, billions, kv_bytes",
+    # Weights that a step reads, of the published sizes: of an embedding that is not tied one row.
+    [(QWEN, 0.596, 114_688), (LLAMA, 8.03 - 0.525, 131_072)],
     ids=["qwen", "llama"],
 )
-def test_decode_steps(config, tied, billions, kv_bytes, milliseconds):
-    """The models' published sizes, bytes of keys and values a token, and what a step must read."""
-    assert weights(config, tied) / 1e9 == pytest.approx(billions, rel=2e-3)
+def test_decode_steps(config, billions, kv_bytes):
+    """Bytes of keys and values a token, and what a step of 1 or 64 rows must read: 2 bytes a weight
+    and the contexts."""
     more, one = (roofline.decode(config, 1, n)["attention"].bytes for n in (11, 10))
     assert more - one == kv_bytes
-    for batch, expected in milliseconds.items():
+    for batch in (1, 64):
         works = roofline.decode(config, batch, 1024)
-        read = 2 * (weights(config, tied) - (1 - tied) * config.hidden_size * config.vocab_size)
-        read += batch * 1024 * kv_bytes
-        assert read < sum(work.bytes for work in works.values()) < 1.02 * read
-        assert 1e3 * read / 4.3e12 == pytest.approx(expected, rel=5e-3)
-        assert 1e3 * roofline.floor(works, COPY) == pytest.approx(expected, rel=2e-2)
+        read = 2e9 * billions + batch * 1024 * kv_bytes
+        assert sum(work.bytes for work in works.values()) == pytest.approx(read, rel=2e-2)
+        assert roofline.floor(works, COPY) == pytest.approx(read / 4.3e12, rel=2e-2)

@@ -1,23 +1,13 @@
-"""The benchmark of thinking runs, and reports nothing where windows do not agree."""
+"""The benchmark of thinking runs."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from benchmarks import bench_thinking
-from tests.support.thinking import engine_of, params, prompt_of, thinking_model
 
 
-def test_windows_that_do_not_agree():
-    with engine_of(thinking_model()) as engine:
-        outputs = engine.generate([prompt_of(40)], params())
-    bench_thinking._compare([outputs, outputs])
-    other = [replace(outputs[0], thoughts=outputs[0].thoughts[1:])]
-    with pytest.raises(ValueError, match="windows do not agree"):
-        bench_thinking._compare([outputs, other])
-
-
+@pytest.mark.slow("thinking", 6)
 def test_against_chains_of_thought(tmp_path, capsys):
     """All answer the same prompts; here all are the model that thinks."""
     from tinyspec.tools.demo import THINKER

@@ -198,21 +198,23 @@ def test_the_same_bytes_where_nodes_are_lost(batch, cluster, expected, tmp_path)
 @pytest.mark.slow("environments", 90)
 def test_a_checkpoint_is_not_computed_again(batch, local, expected, tmp_path, monkeypatch):
     """Nor is another engine's taken for it."""
-    counted = tmp_path / "counted"
-    counted.mkdir()
-
-    class Stops(engines.Generate):
-        """Fails at the third block."""
-
-        def __call__(self, table):
-            if files(counted, "*") >= 24:
-                raise KeyError("a mistake")
-            for row in table["row"].to_pylist():
-                (counted / f"{row} {os.getpid()}").touch()
-            return super().__call__(table)
-
     plainly = engines.Generate
-    monkeypatch.setattr(engines, "Generate", Stops)
+
+    def counts(folder, most):
+        """Counts its rows in a folder, and fails behind so many."""
+        folder.mkdir()
+
+        class Counts(plainly):
+            def __call__(self, table):
+                if files(folder, "*") >= most:
+                    raise KeyError("a mistake")
+                for row in table["row"].to_pylist():
+                    (folder / f"{row}").touch()
+                return super().__call__(table)
+
+        monkeypatch.setattr(engines, "Generate", Counts)
+
+    counts(tmp_path / "counted", 24)
     assert "a mistake" in batch(LINES, "out", "--rows", 8, exits=2)
     committed = 8 * files(tmp_path / "out" / "checkpoint", "*[0-9].parquet")
     assert 0 < committed <= 24
@@ -226,18 +228,7 @@ def test_a_checkpoint_is_not_computed_again(batch, local, expected, tmp_path, mo
     monkeypatch.setattr(engines, "Generate", Other)
     assert "dtype bfloat16 -> float32" in batch(LINES, "out", exits=2)
 
-    for path in counted.iterdir():
-        path.unlink()
-    again = tmp_path / "again"
-    again.mkdir()
-
-    class Counted(plainly):
-        def __call__(self, table):
-            for row in table["row"].to_pylist():
-                (again / f"{row}").touch()
-            return super().__call__(table)
-
-    monkeypatch.setattr(engines, "Generate", Counted)
+    counts(tmp_path / "again", len(LINES))
     assert batch(LINES, "out", "--rows", 8) == expected
-    assert files(again, "*") == len(LINES) - committed
+    assert files(tmp_path / "again", "*") == len(LINES) - committed
     assert batch(LINES, "out") == expected  # there already

@@ -6,6 +6,8 @@ import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,13 +43,9 @@ def test_one_line(command, tmp_path, monkeypatch, arguments, complaint):
 
 
 def test_unexpected_errors_are_one_line_too(command, served, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("something\nelse")
-
-    monkeypatch.setattr(served[0], "follow", fail)
-    status, _, err = command("generate", "Once")
-    assert status == 2
-    assert err == "tinyspec: RuntimeError: something else (--debug shows the traceback)\n"
+    monkeypatch.setattr(served[0], "follow", Mock(side_effect=RuntimeError("something\nelse")))
+    told = "tinyspec: RuntimeError: something else (--debug shows the traceback)\n"
+    assert command("generate", "Once") == (2, "", told)
     with pytest.raises(RuntimeError, match="something"):
         command("generate", "Once", "--debug")
 
@@ -59,30 +57,28 @@ def test_a_trace_is_not_written_over_prompts_or_outputs(command, served, tmp_pat
     prompts.write_text('{"prompt": "One day", "max_new_tokens": 2}\n')
     given = ("generate", "--file", prompts, "--output", "outputs.jsonl", "--trace")
     for name, other in (("./prompts.jsonl", "file"), ("outputs.jsonl", "output")):
-        status, out, err = command(*given, name)
-        assert (status, out) == (2, "")
         complaint = f"--trace='{name}' is not allowed: another file than --{other}"
-        assert err == f"tinyspec: {complaint}\n"
+        assert command(*given, name) == (2, "", f"tinyspec: {complaint}\n")
     assert "One day" in prompts.read_text() and list(tmp_path.iterdir()) == [prompts]
 
 
 def test_standard_input_of_every_reader(command, served, stdin):
     """``-`` stands for it."""
     output = RequestOutput("a", [5], SamplingParams(), [Completion([6], finish_reason="stop")])
-    stdin(output.to_json() + "\n")
-    status, out, _ = command("generate", "-", "--json")
-    assert status == 2 and out == "", "an output is no prompt"
-    stdin('{"prompt": "One", "continuation": " day"}\n')
-    assert command("score", "--file", "-")[0] == 0
-    stdin("nonsense\n")
-    assert "line 1 is not an output of tinyspec" in command("audit", "-")[2]
-    stdin("nonsense\n")
-    assert (
-        "- is not a trace that engine.trace.save wrote" in command("trace", "-", "-o", "x.svg")[2]
-    )
+    no_trace = "- is not a trace that engine.trace.save wrote"
+    for text, arguments, status, told in (
+        (output.to_json(), ("generate", "-", "--json"), 2, "line 1"),  # an output is no prompt
+        ('{"prompt": "One", "continuation": " day"}', ("score", "--file", "-"), 0, ""),
+        ("nonsense", ("audit", "-"), 2, "line 1 is not an output of tinyspec"),
+        ("nonsense", ("trace", "-", "-o", "x.svg"), 2, no_trace),
+    ):
+        stdin(text + "\n")
+        found, _, err = command(*arguments)
+        assert found == status and told in err
 
 
-CHILD = """
+# Ctrl-C while torch is imported: an exception in the middle of it would end the process in C++.
+HELD = """
 import os, signal, sys, time
 from tinyspec.cli.main import main
 class Torch:
@@ -92,67 +88,48 @@ class Torch:
             time.sleep(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Torch())
-{load}
 """
 
 
+def start(*arguments, **how):
+    return subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, **how)
+
+
+def ended(child):
+    """How it ended, and what it said on standard error, but for what libraries say."""
+    lines = child.communicate(timeout=200)[1].decode().splitlines()
+    told = [line for line in lines if line.startswith("tinyspec") or "Traceback" in line]
+    return child.returncode, told
+
+
+INTERRUPTED = (130, ["tinyspec: interrupted"])
+
+
 @pytest.mark.parametrize(
-    ("load", "status", "told"),
+    ("load", "end"),
     [
-        ("raise SystemExit(main(['score', 'Once', ' upon']))", 130, "tinyspec: interrupted"),
-        ("import torch", -2, "Traceback (most recent call last):"),
+        ("raise SystemExit(main(['score', 'Once', ' upon']))", INTERRUPTED),
+        ("import torch", (-2, ["Traceback (most recent call last):"])),
     ],
     ids=["held", "control"],
 )
-def test_ctrl_c_while_libraries_load(load, status, told):
-    """An exception in the middle of torch's import would end the process in C++."""
-    code = CHILD.format(load=load)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    lines = [line for line in done.stderr.splitlines() if line.startswith(("tinyspec", "Trace"))]
-    assert (done.returncode, lines) == (status, [told])
+def test_ctrl_c_while_libraries_load(load, end):
+    assert ended(start("-c", HELD + load)) == end
 
 
 @pytest.mark.slow("installation", 20)
 @pytest.mark.parametrize("name", ["demo", "doctor"])
-def test_ctrl_c_while_it_runs(name):
+def test_ctrl_c_while_it_runs(name, sigint):
     """One line and 130, whatever the command is doing once libraries are loaded."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tinyspec", name],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
-    try:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    child = start("-m", "tinyspec", name, stdout=subprocess.DEVNULL, env=environment)
+    with suppress(subprocess.TimeoutExpired):
         child.wait(6)
-    except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGINT)
-    lines = child.communicate(timeout=120)[1].decode().splitlines()
-    assert child.returncode == 130
-    assert [line for line in lines if line.startswith("tinyspec") or "Traceback" in line] == [
-        "tinyspec: interrupted"
-    ]
+    child.send_signal(signal.SIGINT)
+    assert ended(child) == INTERRUPTED
 
 
-def test_the_version_is_one_line(command):
-    status, out, _ = command("--version")
-    assert status == 0 and out.count("\n") == 1
-    for name in ("tinyspec ", "Python ", "torch ", "transformers ", "triton "):
-        assert name in out
-
-
-LONG = ("generate", "Once", "One day", "--max-new-tokens", "1500", "--ignore-eos")
-
-
-def start(*arguments, **how):
-    command = [sys.executable, "-m", "tinyspec", *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, **how)
-
-
-def told(child):
-    """What it said on standard error, but for what libraries say when they are imported."""
-    lines = child.communicate(timeout=120)[1].decode().splitlines()
-    return [line for line in lines if line.startswith("tinyspec") or "Traceback" in line]
+LONG = ("-m", "tinyspec", "generate", "Once", "One day", "--max-new-tokens", "1500", "--ignore-eos")
 
 
 @pytest.mark.slow("installation", 8)
@@ -163,7 +140,7 @@ def test_text_comes_piece_by_piece_and_ctrl_c_is_one_line(sigint):
     pieces = [os.read(terminal, 10000) for _ in range(5)]
     assert child.poll() is None and len(b"".join(pieces)) < 500
     child.send_signal(signal.SIGINT)
-    assert told(child) == ["tinyspec: interrupted"] and child.returncode == 130
+    assert ended(child) == INTERRUPTED
     os.close(terminal)
 
 
@@ -171,14 +148,14 @@ def test_text_comes_piece_by_piece_and_ctrl_c_is_one_line(sigint):
 def test_a_closed_pipe_is_silent():
     child = start(*LONG, stdout=subprocess.PIPE)
     child.stdout.close()
-    assert told(child) == [] and child.returncode == 141
+    assert ended(child) == (141, [])
 
 
 @pytest.mark.slow("installation", 60)
 def test_a_hub_that_does_not_answer():
     """The error names the model, after what the hub's library says of its attempts."""
     variables = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    child = start("generate", "x", "--model", "no/such-model", env={**os.environ, **variables})
-    lines = child.communicate(timeout=200)[1].decode().splitlines()
-    assert child.returncode == 2
-    assert lines[-1].startswith("tinyspec: model='no/such-model' is not allowed")
+    asked = ("-m", "tinyspec", "generate", "x", "--model", "no/such-model")
+    status, told = ended(start(*asked, env={**os.environ, **variables}))
+    assert status == 2
+    assert told[-1].startswith("tinyspec: model='no/such-model' is not allowed")

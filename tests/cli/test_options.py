@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,41 +62,28 @@ def test_every_option_is_told():
 
 LINES = {
     "a number": ('{"prompt": 5}', "prompt=5 is not allowed: text, a list of token ids"),
-    "in a message": (
-        r'{"prompt": [{"role": "user", "content": "\udc00"}]}',
-        r"='\udc00' is not allowed: no lone surrogates",
-    ),
+    "in a message": (r'{"prompt": [{"role": "user", "content": "\udc00"}]}', "no lone surrogates"),
     "long": (json.dumps({"prompt": [5] * 5000}), "prompt='5000 tokens' is not allowed: fewer than"),
     "unknown": ('{"prompt": "a", "temprature": 1}', "did you mean temperature?"),
-    "vLLM's": (
-        '{"prompt": "a", "max_tokens": 1}',
-        "max_tokens=1 is not allowed: it is called max_",
-    ),
+    "vLLM's": ('{"prompt": "a", "max_tokens": 1}', "max_tokens=1 is not allowed: it is called "),
     "a bad value": ('{"prompt": "a", "top_p": 2}', "top_p=2 is not allowed: a number in [0, 1]"),
     "a function": ('{"prompt": "a", "stopping_criteria": ["f"]}', "stopping_criteria=['f'] is not"),
     "twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "stands twice"),
     "no prompt": ('{"promt": "a"}', 'a JSON object with a "prompt"'),
-    "messages": (
-        '{"messages": [{"role": "user", "content": "a"}]}',
-        'a JSON object with a "prompt" (messages: it is called prompt here, which may be chat mess',
-    ),
+    "messages": ('{"messages": [{"role": "user"}]}', "(messages: it is called prompt here, which "),
     "no JSON": ('{"prompt": "a"', "is not JSON: Expecting ',' delimiter: line 1 column 15"),
 }
 
 
-@pytest.mark.parametrize(("line", "complaint"), LINES.values(), ids=LINES)
-def test_bad_lines(command, served, tmp_path, line, complaint):
-    """One line that names the file and the line; nothing runs."""
+def test_bad_lines(command, served, tmp_path):
+    """One line that names the file and the line; nothing runs. Control: the lines around do."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "Once"}\n\n' + line + '\n{"prompt": "Once"}\n')
-    status, out, err = command("generate", "--file", file)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"tinyspec: {file}, line 3") and complaint in err
-    assert err.count("\n") == 1 and len(err) < 700
-
-
-def test_control_the_lines_around_them_run(command, served, tmp_path):
-    file = tmp_path / "prompts.jsonl"
+    for line, complaint in LINES.values():
+        file.write_text('{"prompt": "Once"}\n\n' + line + '\n{"prompt": "Once"}\n')
+        status, out, err = command("generate", "--file", file)
+        assert (status, out) == (2, ""), line
+        assert err.startswith(f"tinyspec: {file}, line 3") and complaint in err
+        assert err.count("\n") == 1 and len(err) < 700
     file.write_text('{"prompt": "Once"}\n\n{"prompt": "Once"}\n')
     status, out, err = command("generate", "--file", file, "--max-new-tokens", 2)
     assert (status, out.count("\n"), err) == (0, 2, "")
@@ -104,19 +92,15 @@ def test_control_the_lines_around_them_run(command, served, tmp_path):
 @pytest.mark.parametrize("name", ["generate", "chat", "score", "doctor", "audit", "demo"])
 def test_how_a_model_is_loaded(command, monkeypatch, tmp_path, name):
     """Of every command that loads one."""
-    found = []
-
-    def from_pretrained(model, *_, **given):
-        found.append((model, given))
-        raise ValueError("enough")
-
-    monkeypatch.setattr(Engine, "from_pretrained", from_pretrained)
+    load = Mock(side_effect=ValueError("enough"))
+    monkeypatch.setattr(Engine, "from_pretrained", load)
     output = RequestOutput("a", [5], SamplingParams(), [Completion([6], finish_reason="stop")])
     (tmp_path / "o.jsonl").write_text(output.to_json())
     given = {"generate": ["Once"], "score": ["Once", " day"], "audit": [tmp_path / "o.jsonl"]}
     call = [name, *given.get(name, []), "--model", "a/b"]
     assert command(*call, "--revision", "v1", "--trust-remote-code")[2] == "tinyspec: enough\n"
     assert command(*call)[0] == 2
+    found = [(call.args[0], call.kwargs) for call in load.call_args_list]
     assert found == [("a/b", {"revision": "v1", "trust_remote_code": True}), ("a/b", {})]
 
 

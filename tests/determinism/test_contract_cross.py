@@ -1,15 +1,22 @@
-"""The contract crossed with all that must not matter: the cache, chunks, sizes, ways, dtypes.
+"""The contract crossed with all that must not matter: the cache and what it holds, chunks, sizes,
+ways, dtypes, families, processes.
 
 Every test compares the bits of the same requests; the controls that such a comparison can fail on
 these models stand beside them.
 """
 
+import ast
 import random
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
+from tests.determinism.test_attention_probe import of_engine, probe
 from tests.support.budget import first
 from tests.support.cases import (
     DTYPES,
@@ -26,7 +33,10 @@ from tests.support.cases import (
 )
 from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.sensitive import ShapeSensitiveLinear
-from tinyspec import DeterminismError
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.kernels import backend
+from tinyspec.kernels.twins.layers import CODES, stored
 
 
 def mixed():
@@ -65,12 +75,10 @@ def test_cache_cold_and_warm(subject, cache, page_size):
         warm = run(engine, mixed())
         assert whole(engine)
     assert bits_of(cold) == bits_of(warm) == alone
-    pages = [len(p) // page_size if len(p) > 1 else 0 for p, _ in mixed()]
-    assert [count > 0 for count in cached_tokens(warm)] == [
+    for (prompt, params), count in zip(mixed(), cached_tokens(warm), strict=True):
         # Completions beyond the first start from the prompt that the first has computed.
-        params.num_return_sequences > 1 or (cache and full > 0)
-        for full, (_, params) in zip(pages, mixed(), strict=True)
-    ]
+        full = len(prompt) > 1 and len(prompt) >= page_size
+        assert (count > 0) == (params.num_return_sequences > 1 or (cache and full))
     assert sum(cached_tokens(warm)) > sum(cached_tokens(cold)) or not cache
 
 
@@ -91,9 +99,7 @@ def test_sizes(subject, named):
         assert whole(engine)
 
 
-@pytest.mark.parametrize(
-    "reference_rows", [pytest.param(4, marks=pytest.mark.slow("crosses", 4)), 21]
-)
+@pytest.mark.parametrize("reference_rows", first(1, [21, 4], 4))
 def test_reference_rows_is_the_one_size_that_counts(reference_rows):
     """Within one value everything agrees; between two, bits may differ and fingerprints do."""
     found, prints = [], set()
@@ -146,10 +152,7 @@ def test_chunks(dtype):
     assert found == found[:1] * 3
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    first(1, ["bf16", "fp32", "fp16"], 8),
-)
+@pytest.mark.parametrize("dtype", first(1, ["bf16", "fp32", "fp16"], 8))
 def test_a_long_prompt(dtype):
     """Alone in large chunks, in small ones twice among others, and in a warm cache."""
     model = model_of("shape-sensitive", dtype, positions=2048)
@@ -170,11 +173,6 @@ def test_a_long_prompt(dtype):
     assert unflagged != alone  # control
 
 
-def ways_of(engine):
-    """How often each way was taken."""
-    return Counter(record.way for record in engine.records if record.way)
-
-
 def by_way(model, **settings):
     """Bits and ways taken, by the setting of ``verify``; what a device cannot serve is left out."""
     found, taken = {}, {}
@@ -185,7 +183,7 @@ def by_way(model, **settings):
             except DeterminismError:
                 continue
             found[way] = [*bits_of(run(engine, mixed())), *one]
-            taken[way] = ways_of(engine)
+            taken[way] = Counter(record.way for record in engine.records)
     return found, taken
 
 
@@ -210,3 +208,113 @@ def test_ways_with_the_linear_kernel(dtype):
     assert all(bits_found == found["direct"] for bits_found in found.values())
     assert "direct" in taken["direct"] and "draft" not in taken["direct"], "nothing to verify"
     assert taken["always"]["draft"] > 10
+
+
+# Every family, and a process of its own
+
+SMALL = EngineConfig(reference_rows=16, max_rows=64)
+
+
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("family", first(2, FAMILIES, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_family_on_two_threads(family, dtype, two_threads):
+    with Engine(tiny(family, dtype), config=SMALL) as engine:
+        alone = one_by_one(engine, needles())
+        outputs = run(engine, [*needles(), *crowd(random.Random(1), 10)])
+    assert bits_of(outputs[: len(alone)]) == alone
+
+
+CHILD = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch
+torch.set_num_threads(1)
+from tests.support.cases import bits_of, run
+from tests.support.mixes import needles
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig
+config = EngineConfig(reference_rows=16, max_rows=64, draft_window=5)
+with Engine(tiny(), config=config) as engine:
+    found = bits_of(run(engine, needles()[:3])), engine.fingerprint
+print((found, [name for name in sys.modules if name.startswith("tinyspec.kernels")]))
+"""
+
+
+def test_a_new_process_without_triton():
+    """A CPU has the same bits there, by the twins, and loads no Triton kernel."""
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found, loaded = ast.literal_eval(child.stdout.splitlines()[-1])
+    with Engine(tiny(), config=SMALL) as engine:
+        assert found == (one_by_one(engine, needles()[:3]), engine.fingerprint)
+    assert "tinyspec.kernels.twins.sample" in loaded and "tinyspec.kernels.sample" not in loaded
+
+
+# A KV cache of e4m3 codes: the same contract, with results of its own
+
+coded = partial(engine_of, kv_dtype="fp8_e4m3")
+
+REQUESTS = [(text(21, seed=n), greedy(9, temperature=n * 0.8, seed=n)) for n in range(2)]
+
+
+def alone_and_among(model, requests, others=3, **settings):
+    """Bits of each request alone, without a prefix cache; and of all in a crowd, twice, from pages
+    that the first time has left."""
+    with coded(model, prefix_cache=False, **settings) as engine:
+        alone = one_by_one(engine, requests)
+    with coded(model, page_size=8, **settings) as engine:
+        mixed = [*requests, *crowd(random.Random(1), others)]
+        found = [bits_of(run(engine, mixed)[: len(requests)]) for _ in range(2)]
+        assert engine.stats().cached_prompt_tokens > 0
+    return alone, found
+
+
+@pytest.mark.parametrize("dtype", first(1, DTYPES, 2))
+@pytest.mark.parametrize("kind", first(1, KINDS, 2))
+def test_alone_and_in_a_crowd(kind, dtype):
+    alone, found = alone_and_among(model_of(kind, dtype), REQUESTS, max_rows=32)
+    assert found == [alone, alone]
+
+
+def test_control_without_the_flag_bits_differ():
+    requests = [(prompt, plain(wanted)) for prompt, wanted in REQUESTS]
+    alone, (found, _) = alone_and_among(model_of("shape-sensitive"), requests, max_rows=32)
+    assert found != alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_cache_holds(dtype):
+    """Codes of the keys and values of the model's own cache, and later layers follow from them."""
+    model, prompt, held = tiny("llama", dtype), text(40), []
+    for make in (engine_of, coded):
+        with make(model, page_size=64, num_pages=4) as engine:
+            cache = engine.runner.cache
+            cache.zero([0, 1, 2, 3])
+            engine.generate([prompt], SamplingParams(max_new_tokens=1))
+            held.append([pool.flatten(0, 1).clone() for pool in (*cache.k, *cache.v)])
+    own, codes = held
+    assert {pool.dtype for pool in own} == {dtype} and {pool.dtype for pool in codes} == {CODES}
+    written = own[0].flatten(1).any(1)
+    assert written.sum() == len(prompt)
+    pairs = zip(own, codes, strict=True)
+    same = [torch.equal(after[written], stored(before[written], CODES)) for before, after in pairs]
+    assert same == [True, False] * 2, "keys and values of the first layer, and of the next"
+
+
+def test_the_probe_reads_codes(monkeypatch):
+    """Over codes it compares as many rows, and finds a kernel that depends on the pass there."""
+    kernels = backend.load("torch")
+
+    def other(q, k, *args, **kwargs):
+        out = kernels.paged_attention(q, k, *args, **kwargs)
+        return out * (1 + 2e-7) if len(q) == 1 and k.dtype == CODES else out
+
+    broken = replace(kernels, paged_attention=other)
+    half = partial(probe, torch.float32, 32, heads=(4, 2))
+    assert half(kernels=kernels, kv_dtype=CODES) and half(kernels=broken)
+    found = half(kernels=broken, kv_dtype=CODES)
+    assert not found and found.checked > 1000
+    with coded(tiny()) as engine:
+        engine.served.context.kernels = broken
+        assert not any(of_engine(engine))

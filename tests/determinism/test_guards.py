@@ -1,20 +1,25 @@
-"""Code of a user's that looks at all rows of a pass at once is refused, by the name of its module.
+"""Code of a user's that looks at all rows of a pass at once, or writes to tensors of the model, is
+refused, by the name of its module.
 
 Each guard changes what a row gets beside a neighbour with large activations, in plain requests and
 where the refusal is taken back; the same modules without a guard are served.
 """
 
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import default_fake_quant, disable_observer
 
 from tests.support.cases import bits_of, engine_of, greedy, text
 from tests.support.tiny import tiny
-from tinyspec import DeterminismError
+from tinyspec import DeterminismError, SamplingParams
 from tinyspec.determinism import proof
 
+# Every model is probed anew.
+pytestmark = pytest.mark.usefixtures("no_results_on_disk")
 LIMIT, LARGE, WIDTH = 9, 7, 64
 MLP, NORM = "model.layers.0.mlp", "model.layers.0.input_layernorm"
 # From a row's input and output, and all that it stands beside.
@@ -40,7 +45,7 @@ HARMLESS = {
 
 
 class Around(nn.Module):
-    """A module of the user's around another, or around nothing."""
+    """A module of the user's around another."""
 
     def __init__(self, inner, rule):
         super().__init__()
@@ -64,8 +69,8 @@ def wrapped(model, rule):
 
 def leaf(model, rule):
     norm = model.model.layers[0].input_layernorm
-    model.model.layers[0].input_layernorm = Around(None, lambda x, _: rule(x, norm(x)))
-    model.model.layers[0].input_layernorm.inner = nn.Identity()
+    around = Around(nn.Identity(), lambda x, _: rule(x, norm(x)))
+    model.model.layers[0].input_layernorm = around
     return NORM
 
 
@@ -105,15 +110,10 @@ def alone_and_beside(model, **changes):
     """Bits of one request alone, and beside prompts of ``LARGE``."""
     prompt = [token for token in text(9) if token != LARGE]
     params = greedy(6, **changes)
-    with engine_of(model, prefix_cache=False, max_rows=16) as engine:
+    with engine_of(model, prefix_cache=False, reference_rows=8, max_rows=8) as engine:
         (alone,) = engine.generate([prompt], params)
         beside = engine.generate([prompt, [LARGE] * 5], params)[0]
     return bits_of([alone]), bits_of([beside])
-
-
-@pytest.fixture(autouse=True)
-def _no_results(no_results_on_disk):
-    """Every model is probed anew."""
 
 
 @pytest.mark.parametrize("rule", GUARDS.values(), ids=GUARDS)
@@ -150,3 +150,116 @@ def test_control_guards_change_bits(rule, monkeypatch):
 def test_what_looks_at_no_other_row_is_served(name):
     alone, beside = alone_and_beside(guarded(HARMLESS[name])[0])
     assert alone == beside
+
+
+# Tensors of the model that its own passes write to, as observers of quantization-aware training do:
+# named where a request is deterministic; others end as they should.
+
+NAME = f"{MLP}.down_proj.1"
+PLAIN = SamplingParams(max_new_tokens=5)
+EXACT = SamplingParams(max_new_tokens=5, deterministic=True)
+
+
+def add(module):
+    module.count += 1
+
+
+def replace(module):
+    module.count = module.count + 1
+
+
+def refuse(module):
+    assert module.count.min() > 0
+
+
+class Counts(nn.Module):
+    """Counts passes in a buffer, or in a parameter."""
+
+    def __init__(self, write=add, begin=None):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()) if begin is None else begin)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self)
+        return x
+
+
+WRITES = []
+
+
+def add_later(module):
+    """Writes nothing while it is proven."""
+    if WRITES:
+        add(module)
+
+
+def of_a_parameter():
+    module = Counts()
+    del module.count
+    module.count = nn.Parameter(torch.zeros(()))
+    return module
+
+
+KINDS = {
+    "written": (Counts, "count"),
+    "replaced": (partial(Counts, replace), "count"),
+    "a parameter": (of_a_parameter, "count"),
+    "fake quantizer": (default_fake_quant, "activation_post_process.max_val"),
+}
+
+
+def model_with(make):
+    model = tiny()
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = nn.Sequential(mlp.down_proj, make())
+    return model.eval()
+
+
+def ends(engine, params, most=60):
+    """The completion of a prompt of several passes, by steps, of which there are not too many."""
+    engine.add_request(text(60), params)
+    for _ in range(most):
+        if outputs := engine.step():
+            return outputs[0].completions[0]
+    raise AssertionError("the request does not end")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_named_before_anything_runs(kind):
+    make, buffer = KINDS[kind]
+    with engine_of(model_with(make), max_rows=16) as engine:
+        for _ in range(2):
+            with pytest.raises(DeterminismError, match=f"^{NAME}.{buffer} is written to by the"):
+                ends(engine, EXACT)
+        assert ends(engine, PLAIN).finish_reason == "length"
+
+
+def test_the_remedy_helps():
+    model = model_with(default_fake_quant)
+    with engine_of(model) as engine:
+        with pytest.raises(DeterminismError, match="disable_observer"):
+            ends(engine, EXACT)
+        model.apply(disable_observer)
+        assert ends(engine, EXACT).finish_reason == "length"
+
+
+def test_a_write_that_the_proof_does_not_see_ends_the_request(monkeypatch):
+    with engine_of(model_with(partial(Counts, add_later)), max_rows=16) as engine:
+        assert ends(engine, EXACT).finish_reason == "length"
+        monkeypatch.setitem(globals(), "WRITES", [True])
+        completion = ends(engine, EXACT)
+        assert completion.finish_reason == "abort"
+        assert completion.error.startswith(f"{NAME}.count is written to by the model's own")
+        with pytest.raises(DeterminismError, match=f"^{NAME}.count is written to"):
+            ends(engine, EXACT)
+        assert ends(engine, PLAIN).finish_reason == "length"
+
+
+def test_a_module_that_scratch_weights_do_not_fit_is_named():
+    with (
+        engine_of(model_with(partial(Counts, refuse, torch.ones(64)))) as engine,
+        pytest.raises(DeterminismError, match=rf"raised AssertionError in {NAME}"),
+    ):
+        ends(engine, EXACT)

@@ -3,14 +3,16 @@
 import logging
 import random
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.budget import first
+from tests.support.cases import bits_of, one_by_one, run
 from tests.support.loading import everything, unlike
-from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.mixes import bits, crowd, needles
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
@@ -20,8 +22,8 @@ from tinyspec.determinism.results import BucketResult, ProbeResults, Unsound
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
-CONFIG = EngineConfig(reference_rows=8, max_rows=32)
-SIZES = [2, 4, 8, 16, 24, 32]
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
+SIZES = [2, 4, 8, 16]
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
 pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
 
@@ -49,14 +51,13 @@ def never(monkeypatch):
 def served(model, requests, config=CONFIG):
     """Bits of ``requests`` together, and what the engine knows afterwards."""
     with Engine(model, config=config) as engine:
-        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
-        return [bits(output) for output in outputs], engine.contract.results
+        return bits_of(run(engine, requests)), engine.contract.results
 
 
 def reference_bits(model, requests):
     """Each alone, by the reference bucket."""
     with Engine(model, config=replace(CONFIG, verify="always")) as engine:
-        return [bits(solo(engine, request)) for request in requests]
+        return one_by_one(engine, requests)
 
 
 # The same bits
@@ -72,7 +73,7 @@ def test_the_same_bits_whenever_buckets_are_proven(how, monkeypatch):
     model = tiny(dtype=torch.bfloat16)
     expected = reference_bits(model, NEEDLES)
     how(monkeypatch)
-    found, results = served(model, [*NEEDLES, *crowd(random.Random(0), 12)])
+    found, results = served(model, [*NEEDLES, *crowd(random.Random(0), 6)])
     assert found[: len(NEEDLES)] == expected
     assert (results.sizes == [8]) == (how is never)
 
@@ -89,7 +90,7 @@ def test_control_a_false_fact(monkeypatch):
         return results.with_bucket(BucketResult(rows, True, (), 0.001))
 
     monkeypatch.setattr(proof, "prove_bucket", false)
-    changed = replace(CONFIG, max_rows=28)  # other facts on disk
+    changed = replace(CONFIG, max_rows=12)  # other facts on disk
     found, results = served(model, requests, changed)
     assert len(results.canonical) > 1 and found != expected
 
@@ -100,7 +101,7 @@ def test_control_a_false_fact(monkeypatch):
 def test_what_a_first_token_waits_for(monkeypatch):
     """Fewer than 20 passes of the reference bucket, in products: passes end to end, and the linears
     by themselves."""
-    products, rows = [], []
+    model, products, rows = tiny(dtype=torch.bfloat16), [], []
     whole, forward = nn.Module.__call__, ModelRunner.forward
 
     def counted(module, *args, **kwargs):
@@ -114,7 +115,6 @@ def test_what_a_first_token_waits_for(monkeypatch):
 
     monkeypatch.setattr(nn.Module, "__call__", counted)
     monkeypatch.setattr(ModelRunner, "forward", passes)
-    model = tiny(dtype=torch.bfloat16)
     with Engine(model, config=EngineConfig()) as engine:
         reference = engine.config.reference_rows
         linears = [m for m in model.modules() if hasattr(m, "out_features")]
@@ -128,40 +128,28 @@ def test_what_a_first_token_waits_for(monkeypatch):
         assert {*rows} == {reference} and len(rows) < 12
 
 
-def small(rows, drafting=0):
-    """Buckets of which 32 is canonical, and a pass of so many rows was planned."""
+def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
+    """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16; one that takes long
+    waits for a request that has run for long, and the log says so once."""
+    monkeypatch.setattr(contract, "proof_seconds", lambda results, _: 10 * results.buckets[0].proof)
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
-    buckets.wanted = rows, drafting
-    return buckets
 
+    def first_proof(seconds, rows, most=10_000):
+        """The pass after which a bucket is proven, and which."""
+        ladder = Ladder(buckets, CONFIG)
+        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, (), seconds),))
+        for number in range(1, most):
+            buckets.wanted = rows, 0
+            if (found := ladder.next(results, 1.0, 0.9)) is not None:
+                return number, found
+        return None
 
-def known(proof_seconds):
-    return ProbeResults(32, (BucketResult(32, True, (), 2.0, (), proof_seconds),))
-
-
-def passes_until(own, buckets, results, rows, most=10_000):
-    for number in range(1, most):
-        buckets.wanted = rows, 0
-        if (found := own.next(results, 1.0, 0.9)) is not None:
-            return number, found
-    return None
-
-
-def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
-    monkeypatch.setattr(
-        contract, "proof_seconds", lambda results, rows: 10 * results.buckets[0].proof
-    )
-    buckets = small(10)
-    # 10 rows cost 2 in a pass of 32, and 1.5 in one of 16.
-    number, found = passes_until(Ladder(buckets, CONFIG), buckets, known(0.1), 10)
-    assert found == 16 and number == pytest.approx(1 / 0.5, abs=contract.EVERY)
-    assert passes_until(Ladder(buckets, CONFIG), buckets, known(0.1), 32, 100) is None
+    near = contract.EVERY + 1
+    assert first_proof(0.1, 10) == (pytest.approx(1 / 0.5, abs=near), 16)
+    assert first_proof(0.1, 32, most=100) is None
     with caplog.at_level(logging.INFO, "tinyspec"):
-        number, found = passes_until(Ladder(buckets, CONFIG), buckets, known(1.0), 10)
-        assert found == 16 and number == pytest.approx(
-            10 * contract.PATIENCE, abs=contract.EVERY + 1
-        )
+        assert first_proof(1.0, 10) == (pytest.approx(10 * contract.PATIENCE, abs=near), 16)
     (line,) = caplog.messages
     assert "16 rows" in line and "warm_up" in line
 
@@ -171,7 +159,7 @@ def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
     monkeypatch.setattr("tinyspec.determinism.contract.MANY_ROWS", 1)
     found = []
     for all_of_it in (Engine.warm_up, doctor):
-        with Engine(tiny(), config=replace(CONFIG, max_rows=31 + len(found))) as engine:
+        with Engine(tiny(), config=replace(CONFIG, max_rows=15 + len(found))) as engine:
             engine.generate(prompts(1), DETERMINISTIC)
             assert engine.contract.results.sizes == [8]
             all_of_it(engine)
@@ -191,20 +179,15 @@ def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
 
 def test_a_proof_leaves_no_trace(monkeypatch):
     model = tiny(dtype=torch.bfloat16)
-    before = everything(model)
+    before, stats = everything(model), []
     versions = [p._version for p in model.parameters()]
     random_state = torch.get_rng_state()
-    stats = []
     for how in (never, on_demand):
-        with monkeypatch.context() as patches:
-            how(patches)
-            with Engine(model, config=replace(CONFIG, verify="padded")) as engine:
-                engine.contract.ensure()
-                pages = engine.pool.num_held
-                engine.generate(prompts(1), DETERMINISTIC)
-                assert not engine.contract.changed()
-                assert engine.pool.num_held >= pages
-                stats.append((engine.stats().committed, len(engine.records)))
+        how(monkeypatch)
+        with Engine(model, config=replace(CONFIG, verify="padded")) as engine:
+            engine.generate(prompts(1), DETERMINISTIC)
+            assert not engine.contract.changed()
+            stats.append((engine.stats().committed, len(engine.records)))
     assert stats[0] == stats[1]
     assert unlike(before, everything(model)) == []
     assert [p._version for p in model.parameters()] == versions
@@ -219,36 +202,25 @@ def test_a_proof_that_fails(error, monkeypatch, caplog):
     before = everything(model)
     requests = [(prompt, DETERMINISTIC) for prompt in prompts(2)]
     expected = reference_bits(model, requests)
-
-    def fails(*args):
-        raise error("no")
-
     with Engine(model, config=CONFIG) as engine:
         with monkeypatch.context() as patches:
-            patches.setattr(proof, "prove_bucket", fails)
+            patches.setattr(proof, "prove_bucket", Mock(side_effect=error("no")))
             if error is KeyboardInterrupt:
                 with pytest.raises(KeyboardInterrupt):
-                    engine.generate([p for p, _ in requests], DETERMINISTIC)
+                    run(engine, requests)
             else:
                 with caplog.at_level(logging.WARNING, "tinyspec"):
-                    found = engine.generate([p for p, _ in requests], DETERMINISTIC)
-                assert [bits(output) for output in found] == expected
+                    assert bits_of(run(engine, requests)) == expected
                 assert "could not be probed" in caplog.text
-        found = engine.generate([p for p, _ in requests], DETERMINISTIC)
-        assert [bits(output) for output in found] == expected
+        assert bits_of(run(engine, requests)) == expected
     assert unlike(before, everything(model)) == []
 
 
 def test_an_interrupt_takes_effect_between_the_passes_of_a_proof(monkeypatch):
     """Scratch weights are out again by then."""
     model = tiny()
-    before, passes = [p.clone() for p in model.parameters()], []
-
-    def interrupted():
-        passes.append(1)
-        if len(passes) == 20:
-            raise KeyboardInterrupt
-
+    before = [p.clone() for p in model.parameters()]
+    interrupted = Mock(side_effect=[None] * 19 + [KeyboardInterrupt])
     with Engine(model, config=CONFIG) as engine:
         engine.contract.ensure()
         with monkeypatch.context() as patches:
@@ -256,18 +228,16 @@ def test_an_interrupt_takes_effect_between_the_passes_of_a_proof(monkeypatch):
                 patches.setattr(module, "flush", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.warm_up()
-        assert len(passes) == 20
+        assert interrupted.call_count == 20
         assert all(map(torch.equal, before, model.parameters()))
         assert engine.generate(prompts(1), DETERMINISTIC)
 
 
 def test_a_reference_bucket_that_turns_out_unsound(monkeypatch):
     """Deterministic requests end with the reason, plain ones go on, others are refused."""
-    wrong = "in other passes"
+    wrong, plain = "in other passes", SamplingParams(max_new_tokens=12)
     broken = [Unsound("attention", wrong, "try another dtype")]
-
     with Engine(tiny(), config=CONFIG) as engine:
-        plain = SamplingParams(max_new_tokens=12)
         alone = bits(engine.generate(prompts(1), plain)[0])
         engine.contract.ensure()
         on_demand(monkeypatch)

@@ -22,12 +22,13 @@ NAME = dict(ids=lambda f: f.__name__)
 def test_every_change_is_seen(change, two_threads):
     model = model_for(change)
     with Engine(model, config=CONFIG) as engine:
-        contract = engine.contract
+        contract, before = engine.contract, engine.fingerprint
         assert contract.refresh() is None
         change(model)
         with engine.runner.torch_state():
             assert contract.changed() and contract.refresh()
             assert not contract.changed() and contract.refresh() is None
+        assert engine.fingerprint != before
 
 
 @pytest.mark.parametrize("family", first(3, FAMILIES, 1))
@@ -57,25 +58,19 @@ def test_what_passes_change_is_no_setting():
         assert engine.fingerprint != before
 
 
-def test_a_list_that_is_called_hooks():
-    """Beside torch's own hooks of the module."""
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("hooks", 1.0, 2.0), ("kept", torch.ones(2), torch.zeros(2))],
+    ids=["beside torch's own", "tensors have no plain equality"],
+)
+def test_lists(name, before, after):
     model = llama()
     own = model.model.layers[1].mlp.up_proj
-    own.hooks = [1.0]
-    with Engine(model, config=CONFIG) as engine:
-        own.hooks[0] = 2.0
-        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj.hooks"
-
-
-def test_lists_of_tensors():
-    """Two of them have no plain equality."""
-    model = llama()
-    own = model.model.layers[1].mlp.up_proj
-    own.kept = [torch.ones(2), torch.ones(2)]
+    setattr(own, name, [before, before])
     with Engine(model, config=CONFIG) as engine:
         assert engine.contract.refresh() is None
-        own.kept[1] = torch.zeros(2)
-        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj.kept"
+        getattr(own, name)[1] = after
+        assert engine.contract.refresh() == f"model.layers.1.mlp.up_proj.{name}"
         assert engine.contract.refresh() is None
 
 
@@ -88,9 +83,8 @@ def test_a_class_and_hooks_of_all_modules(monkeypatch):
             patches.setattr(kind, "forward", lambda self, x: whole(self, x) * 0.5)
             assert engine.fingerprint != before
         assert engine.fingerprint == before
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-        assert engine.fingerprint != before
-        handle.remove()
+        with nn.modules.module.register_module_forward_hook(lambda *_: None):
+            assert engine.fingerprint != before
         assert engine.fingerprint == before
 
 
@@ -112,17 +106,13 @@ def test_private_numbers_of_a_users_class():
 
 
 def test_descriptions_hold_no_address():
-    """They go into the fingerprint: another process must find the same."""
-    settings = function_settings(llama())
-    assert " at 0x" not in repr(settings) + repr(description(Halves()))
-    assert settings["model.layers.0.mlp.down_proj.scaling"] == [["en", 1.0], ["fr", 1.0]]
-
-
-def test_what_holds_tensors_is_no_setting():
-    """It was computed, perhaps from an address; other values of the user's are settings."""
+    """They go into the fingerprint: another process must find the same. What holds tensors was
+    computed, perhaps from an address; other values of the user's are settings."""
     model = llama()
     own = model.model.layers[1].mlp.up_proj
     own.kept, own.sizes = (123, torch.ones(2)), (1, [2, 3])
     found = function_settings(model)
+    assert " at 0x" not in repr(found) + repr(description(Halves()))
+    assert found["model.layers.0.mlp.down_proj.scaling"] == [["en", 1.0], ["fr", 1.0]]
     assert "model.layers.1.mlp.up_proj.kept" not in found
     assert found["model.layers.1.mlp.up_proj.sizes"] == [1, [2, 3]]

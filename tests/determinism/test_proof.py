@@ -5,37 +5,47 @@ from dataclasses import replace
 
 import pytest
 import torch
-from huggingface_hub import constants
 from torch import nn
 
+from tests.support import changes
 from tests.support.budget import first
-from tests.support.mixes import bits
-from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.cases import bits_of, facts_of, one_by_one, run
+from tests.support.mixes import crowd
+from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
 from tests.support.tiny import prompts, tiny
+from tests.support.zoo import tiny as of_zoo
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.determinism import results
+from tinyspec.determinism import proof, results
 from tinyspec.kernels.twins import layers as twins
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu_linears import cpu_stand_ins
 from tinyspec.model.linears import KernelLinear
+from tinyspec.runner import kv_cache
 
 SIZES = [2, 4, 8, 16]
 CONFIG = {"reference_rows": 8, "max_rows": 16}
 DETERMINISTIC = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    return tmp_path / "tinyspec"
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def engine_of(model, **config):
+    return Engine(model, config=EngineConfig(**{**CONFIG, **config}))
 
 
 def proven(model, **config):
     """(facts, fingerprint) of an engine around ``model``."""
-    with Engine(model, config=EngineConfig(**{**CONFIG, **config})) as engine:
+    with engine_of(model, **config) as engine:
         engine.contract.ensure()
         return engine.contract.results, engine.fingerprint
+
+
+def kernels_of(engine):
+    """Names of the linears that the kernel serves."""
+    named = engine.runner.model.named_modules()
+    return [name for name, module in named if isinstance(module, KernelLinear)]
 
 
 # Facts on disk
@@ -45,11 +55,14 @@ OTHERS = ({"linear": "always"}, {"reference_rows": 12}, {"max_rows": 20}, {"max_
 
 
 def test_which_settings_share_facts(probed, proven_on_demand):
-    proven(tiny())
+    """And another checkpoint of the same structure, whose fingerprint is another."""
+    own = proven(tiny())
     for number, other in enumerate(OTHERS, 2):
         proven(tiny(), **other)
         assert len(probed) == number, other
-    proven(tiny(), draft_window=3, verify="always", prefix_cache=False)
+    assert proven(tiny(), draft_window=3, verify="always", prefix_cache=False)[0] == own[0]
+    facts, fingerprint = proven(tiny(seed=1))
+    assert facts == own[0] and fingerprint != own[1]
     assert len(probed) == 1 + len(OTHERS)
 
 
@@ -59,7 +72,7 @@ def test_fresh_facts_replace_those_on_disk(home, probed):
     known = results.load(file.stem)
     results.store(file.stem, known.with_bucket(replace(known.buckets[0], seconds=12345.0)))
     assert proven(tiny())[0].buckets[0].seconds == 12345.0
-    with Engine(tiny(), config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(tiny()) as engine:
         assert engine.contract.probe(True, 1).buckets[0].seconds != 12345.0
         assert engine.generate(prompts(2), DETERMINISTIC)
     assert proven(tiny())[0].buckets[0].seconds != 12345.0
@@ -69,26 +82,19 @@ def test_fresh_facts_replace_those_on_disk(home, probed):
 # The linear kernel
 
 
-def third_rows_nudged(whole, only):
-    """A forward that breaks fact 1 where ``only`` says so of the module."""
-
-    def forward(self, x):
-        out = whole(self, x)
-        if not only(self):
-            return out
-        third = torch.arange(out.shape[-2]) % 3 == 1
-        nudged = out.float() * (1 + 2**-6)
-        return torch.where(third[:, None], nudged.to(out.dtype), out)
-
-    return forward
-
-
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def broken(request, monkeypatch):
     """dtype; linears with 192 outputs break fact 1 in it, and the kernel does not."""
     served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), AttentionContext())
     cls = next(map(type, served.values()), nn.Linear)
-    forward = third_rows_nudged(cls.forward, lambda module: module.out_features == 192)
+    whole = cls.forward
+
+    def forward(self, x):
+        out = whole(self, x)
+        third = torch.arange(out.shape[-2]) % 3 == 1
+        nudged = (out.float() * (1 + 2**-6)).to(out.dtype)
+        return torch.where(third[:, None], nudged, out) if self.out_features == 192 else out
+
     monkeypatch.setattr(cls, "forward", forward)
     return request.param
 
@@ -99,54 +105,42 @@ WIDE = [f"model.layers.{n}.mlp.{name}_proj" for n in range(2) for name in ("gate
 def test_the_kernel_serves_the_layers_that_break_the_reference_bucket(broken, probed):
     model = tiny(dtype=broken)
     types = [type(module) for module in model.modules()]
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(model) as engine:
         plain = engine.contract.current_fingerprint().digest
         outputs = engine.generate(prompts(4), DETERMINISTIC)
-        named = engine.runner.model.named_modules()
-        served = [n for n, m in named if isinstance(m, KernelLinear)]
-        assert served == WIDE == sorted(engine.contract.results.kernel_linears)
+        assert kernels_of(engine) == WIDE == sorted(engine.contract.results.kernel_linears)
         assert 8 in engine.contract.results.canonical
         assert {o.fingerprint for o in outputs} == {engine.fingerprint} != {plain}
-        alone = [bits(engine.generate([p], DETERMINISTIC)[0]) for p in prompts(4)]
-        assert [bits(output) for output in outputs] == alone
+        alone = one_by_one(engine, [(prompt, DETERMINISTIC) for prompt in prompts(4)])
+        assert bits_of(outputs) == alone
     assert [type(module) for module in model.modules()] == types
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(model) as engine:
         assert engine.fingerprint == outputs[0].fingerprint, "from disk, swapped without a probe"
-        assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == alone
+        assert bits_of(engine.generate(prompts(4), DETERMINISTIC)) == alone
     assert len(probed) == 1
 
 
 def test_a_pass_that_fails_leaves_no_kernel_behind(broken):
-    model, raises = tiny(dtype=broken), list[bool]()
+    model, failing = tiny(dtype=broken), []
 
     def fail(module, args):
-        if raises:
+        if failing:
             raise RuntimeError("it fails")
 
     model.lm_head.register_forward_pre_hook(fail)
     proven(model)
-    for fails in (False, True):
-        with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-            raises += [True] * fails
-            if fails:
-                with pytest.raises(RuntimeError, match="it fails"):
-                    engine.contract.ensure()
-            else:
-                engine.contract.ensure()
-            raises.clear()
-            modules = engine.runner.model.modules()
-            assert any(isinstance(module, KernelLinear) for module in modules) != fails
+    with engine_of(model) as engine:
+        failing.append(True)
+        with pytest.raises(RuntimeError, match="it fails"):
+            engine.contract.ensure()
+        assert kernels_of(engine) == []
+        failing.clear()
+        engine.contract.ensure()
+        assert kernels_of(engine), "control"
 
 
-def test_without_the_kernel_the_module_is_named(broken):
-    model = tiny(dtype=broken)
-    with Engine(model, config=EngineConfig(**CONFIG, linear="never")) as engine:
-        with pytest.raises(DeterminismError, match=WIDE[0]):
-            engine.generate([[1, 2]], DETERMINISTIC)
-        assert engine.generate([[1, 2]])[0].completions[0].finish_reason == "length"
-
-
-def test_a_kernel_that_does_not_help(broken, monkeypatch):
+@pytest.mark.parametrize("linear", ["never", "auto"])
+def test_without_the_kernel_or_its_help_the_module_is_named(linear, broken, monkeypatch):
     whole = twins.linear
 
     def no_better(x, weight, bias=None):
@@ -155,31 +149,28 @@ def test_a_kernel_that_does_not_help(broken, monkeypatch):
         return out
 
     monkeypatch.setattr(twins, "linear", no_better)
-    model = tiny(dtype=broken)
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(tiny(dtype=broken), linear=linear) as engine:
         with pytest.raises(DeterminismError, match=WIDE[0]):
             engine.generate([[1, 2]], DETERMINISTIC)
-        assert not any(isinstance(module, KernelLinear) for module in model.modules())
-        assert engine.contract.results.kernel_linears == ()
+        assert kernels_of(engine) == [] and engine.contract.results.kernel_linears == ()
+        assert engine.generate([[1, 2]])[0].completions[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_always_makes_every_bucket_canonical(dtype):
     model = tiny(dtype=dtype)
     types = [type(module) for module in model.modules()]
-    config = EngineConfig(**CONFIG, linear="always", verify="direct")
-    with Engine(model, config=config) as engine:
-        outputs = engine.generate(prompts(5), DETERMINISTIC)
-        assert engine.contract.results.canonical == SIZES
-        assert not any(fact.own_way for fact in engine.contract.results.buckets)
-        assert engine.stats().drafted == 0
-        linears = [m for m in engine.runner.model.modules() if hasattr(m, "out_features")]
-        assert linears and all(isinstance(linear, KernelLinear) for linear in linears)
-        always = engine.fingerprint
-    with Engine(model, config=EngineConfig(**CONFIG, linear="always", verify="always")) as engine:
-        others = engine.generate(prompts(5), DETERMINISTIC)
-        assert engine.fingerprint == always and engine.stats().drafted > 0
-        assert [bits(output) for output in others] == [bits(output) for output in outputs]
+    found = []
+    for verify in ("direct", "always"):
+        with engine_of(model, linear="always", verify=verify) as engine:
+            found.append(bits_of(engine.generate(prompts(5), DETERMINISTIC)))
+            assert engine.contract.results.canonical == SIZES
+            assert not any(fact.own_way for fact in engine.contract.results.buckets)
+            assert (engine.stats().drafted > 0) == (verify == "always")
+            modules = engine.runner.model.named_modules()
+            assert kernels_of(engine) == [n for n, m in modules if hasattr(m, "out_features")]
+            always = engine.fingerprint
+    assert found[0] == found[1]
     assert [type(module) for module in model.modules()] == types
     assert proven(model)[1] != always
 
@@ -187,9 +178,8 @@ def test_always_makes_every_bucket_canonical(dtype):
 def test_direct_is_refused_with_the_buckets_that_are_in_its_way():
     model = replace_linears(tiny(), ShapeSensitiveLinear)
     for sequences, listed in ((16, ": 2, 4, 16;"), (5, ": 2, 4;")):
-        config = EngineConfig(**CONFIG, verify="direct", max_sequences=sequences)
         with (
-            Engine(model, config=config) as engine,
+            engine_of(model, verify="direct", max_sequences=sequences) as engine,
             pytest.raises(DeterminismError, match=f"direct.*{sequences} rows.*{listed}"),
         ):
             engine.generate([[1, 2]], DETERMINISTIC)
@@ -200,7 +190,7 @@ def test_direct_is_refused_with_the_buckets_that_are_in_its_way():
 
 def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
     model = tiny()
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(model) as engine:
         engine.contract.ensure()
         seen = [engine.fingerprint]
         for parameter in list(model.parameters())[:3]:
@@ -217,7 +207,7 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
 def test_whether_weights_ask_for_gradients_is_in_the_fingerprint():
     """Of torch's own linears: it multiplies views of rows in another way."""
     model = tiny("llama", torch.float16)
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(model) as engine:
         asking = engine.fingerprint
         model.requires_grad_(False)
         assert engine.fingerprint != asking
@@ -225,22 +215,24 @@ def test_whether_weights_ask_for_gradients_is_in_the_fingerprint():
         assert engine.fingerprint == asking
 
 
-@pytest.mark.parametrize("change", first(2, ["threads", "layout", "module", "hook", "frozen"], 1))
+def layout(model):
+    weight = model.model.norm.weight
+    weight.data = weight.data.repeat_interleave(2)[::2]
+
+
+def frozen(model):
+    model.requires_grad_(False)
+
+
+LOSES = [changes.threads, layout, changes.module, changes.hook, frozen]
+
+
+@pytest.mark.parametrize("change", first(2, LOSES, 1), ids=lambda change: change.__name__)
 def test_what_loses_the_proof(probed, change, two_threads, proven_on_demand):
     model = tiny()
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+    with engine_of(model) as engine:
         engine.contract.ensure()
-        if change == "threads":
-            torch.set_num_threads(1)
-        elif change == "module":
-            model.model.layers[0].mlp.act_fn = nn.GELU()
-        elif change == "frozen":
-            model.requires_grad_(False)
-        elif change == "hook":
-            model.model.norm.register_forward_hook(lambda *_: None)
-        else:
-            weight = model.model.norm.weight
-            weight.data = weight.data.repeat_interleave(2)[::2]
+        change(model)
         assert engine.contract.refresh()
         assert engine.runner.buckets.canonical == []
         engine.contract.ensure()
@@ -249,18 +241,128 @@ def test_what_loses_the_proof(probed, change, two_threads, proven_on_demand):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("size", [0, 1, 3, 1001])
+@pytest.mark.parametrize("size", [1, 3, 1001])
 def test_checksum(dtype, size):
-    generator = torch.Generator().manual_seed(size)
-    x = torch.randint(-100, 100, (size + 1,), generator=generator).to(dtype)
+    """Of every value and of its place."""
+    x = torch.arange(size + 1).to(dtype)
     for tensor in (x[:size], x[1:]):  # one of them does not begin at a multiple of eight bytes
+        others = [tensor.clone(), tensor.clone(), tensor.flip(0)]
+        others[0][-1] += 1
+        others[1][size // 2] += 1
         found = checksum(tensor)
         assert 0 <= found < 2**64 and found == checksum(tensor.clone())
-        for n in random.Random(size).sample(range(size), min(size, 5)):
-            other = tensor.clone()
-            other[n] += 1
-            assert checksum(other) != found
-        if size > 1 and tensor[0] != tensor[-1]:
-            swapped = tensor.clone()
-            swapped[0], swapped[-1] = tensor[-1], tensor[0]
-            assert checksum(swapped) != found
+        assert all(checksum(other) != found for other in others if not torch.equal(other, tensor))
+
+
+# A proof does not depend on the values of weights: it uses weights of its own making. Controls:
+# models of these weights differ in every other respect, and a linear that differs at one row count
+# is found whatever the weights are.
+
+FILLS = {
+    "as they are": lambda parameter: None,
+    "zero": nn.init.zeros_,
+    "identity": lambda p: nn.init.eye_(p) if p.dim() == 2 else nn.init.ones_(p),
+    "nan": lambda parameter: nn.init.constant_(parameter, torch.nan),
+}
+
+
+def fill(model, name):
+    """Other weights in the loaded model, as some of these are refused at load."""
+    for parameter in model.parameters():
+        FILLS[name](parameter)
+
+
+def broken_by(model, filled="as they are"):
+    """What a new proof finds, by rows."""
+    with engine_of(model) as engine:
+        fill(model, filled)
+        return {b["rows"]: list(b["broken_by"]) for b in facts_of(engine)["buckets"]}
+
+
+class OtherAtFourRows(_SplitLinear):
+    """Splits its sum elsewhere in passes of four rows."""
+
+    def forward(self, x):
+        return self._split_at(x, self._cut(1 if x.shape[:-1].numel() == 4 else 2))
+
+
+def replaced(model, name, kind=OtherAtFourRows):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, kind(model.get_submodule(name)))
+    return model
+
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("filled", FILLS)
+def test_a_linear_that_differs_at_one_row_count_is_caught(filled):
+    found = broken_by(replaced(tiny(), NAME), filled)
+    assert [rows for rows, names in found.items() if NAME in names] == [4]
+
+
+@pytest.mark.parametrize("random_b", [False, True])
+def test_an_adapter_with_b_of_zero(random_b):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=8, target_modules=["down_proj"], init_lora_weights=not random_b)
+    model = peft.get_peft_model(tiny(), settings).eval()
+    layer = model.base_model.model.get_submodule(NAME)
+    assert bool(layer.lora_B["default"].weight.any()) == random_b
+    assert not any("lora_B" in name for name in broken_by(model)[4]), "control"
+    layer.lora_B["default"] = OtherAtFourRows(layer.lora_B["default"])
+    assert f"{NAME}.lora_B.default" in broken_by(model)[4]
+
+
+@pytest.mark.parametrize("filled", ["zero", "identity"])
+def test_a_proof_on_other_weights_holds_for_those_loaded_later(filled):
+    """The first token's log-probability too: alone, a prompt of one token is a pass of one row."""
+    weights = tiny().state_dict()
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    with engine_of(model) as engine:
+        fill(model, filled)
+        engine.contract.ensure()
+        assert engine.contract.results.canonical == [8]
+        engine.generate([[1, 2, 3]], DETERMINISTIC)
+        model.load_state_dict(weights)
+        requests = [(prompt, DETERMINISTIC) for prompt in prompts(4)]
+        together = run(engine, [*requests, *crowd(random.Random(0), 9)])
+        assert bits_of(together[:4]) == one_by_one(engine, requests)
+
+
+SLOW = pytest.mark.slow("crosses", 1)
+
+
+@pytest.mark.parametrize(
+    "family", ["dbrx", *(pytest.param(n, marks=SLOW) for n in ("jetmoe", "longcat_flash"))]
+)
+def test_routing_by_data_is_found_whatever_the_router_says(family):
+    """Of experts in loops of their own. A router of zeros sends all rows to the same experts, so
+    that nothing seems to depend on them."""
+    for filled in ("as they are", "zero"):
+        model = of_zoo(family)
+        with Engine(model) as engine:
+            fill(model, filled)
+            with pytest.raises(DeterminismError, match="shapes of its matmuls"):
+                engine.generate([[1, 2, 3]], DETERMINISTIC)
+
+
+def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
+    """Of a proof; results on disk take none."""
+    model, plain = tiny(), SamplingParams()
+    largest = max(p.nbytes for p in model.parameters())
+
+    def refuse(needed, device):
+        with monkeypatch.context() as patches:
+            patches.setattr(kv_cache, "_free_memory", lambda device: largest)
+            kv_cache.refuse_shortage(needed, device)
+
+    with engine_of(model) as engine:
+        with monkeypatch.context() as patches:
+            patches.setattr(proof, "refuse_shortage", refuse)
+            with pytest.raises(DeterminismError, match=rf"a proof takes \d+ bytes.* {largest} "):
+                engine.generate([[1, 2, 3]], DETERMINISTIC)
+            assert engine.generate([[1, 2, 3]], plain)[0].completions[0].finish_reason == "length"
+        first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
+    monkeypatch.setattr(proof, "refuse_shortage", refuse)
+    with engine_of(tiny(seed=1)) as engine:
+        assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint != first.fingerprint

@@ -7,7 +7,6 @@ import random
 from dataclasses import asdict
 
 import pytest
-from huggingface_hub import constants
 
 from tinyspec.determinism import results
 from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
@@ -27,16 +26,10 @@ RESULTS = ProbeResults(
 )
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    results._warn_once.cache_clear()
-    return tmp_path / "tinyspec"
-
-
 @pytest.fixture
 def file(home):
     """Of results that are stored."""
+    results._warn_once.cache_clear()
     results.store(KEY, RESULTS)
     return home / f"{KEY}.json"
 
@@ -99,11 +92,11 @@ def test_bytes_that_are_no_results(file, caplog, text, why):
 
 def test_a_folder_or_a_pipe_in_its_place(file, caplog):
     """Nobody waits for what is written to a pipe; the log says once what cannot be written."""
-    file.unlink()
-    os.mkfifo(file)
-    ignored(caplog, "not a file")
-    file.unlink()
-    file.mkdir()
+    for put in (os.mkfifo, os.mkdir):
+        file.unlink()
+        put(file)
+        if put is os.mkfifo:
+            ignored(caplog, "not a file")
     with caplog.at_level(logging.WARNING, "tinyspec"):
         results.store(KEY, RESULTS)
         results.store(KEY, RESULTS)

@@ -3,16 +3,27 @@
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.cases import drain
-from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
-from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
+from tests.support.cases import drain, run, whole
+from tests.support.mixes import Liar
+from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
+from tests.support.thinking import (
+    KINDS,
+    all_bits,
+    engine_of,
+    exact,
+    params,
+    prompt_of,
+    thinking_model,
+)
 from tinyspec import Engine
-from tinyspec.thinking.thinker import REFERENCE
+from tinyspec.determinism.rows import BatchFunction
+from tinyspec.thinking.thinker import REFERENCE, SIZES, ChunkBatches
 
 NEEDLES = [
     (prompt_of(67, 67), exact()),
@@ -22,34 +33,36 @@ NEEDLES = [
 ]
 
 
-def model_of(name):
-    """A kind, with linears whose bits depend on the row count if "sensitive" is added."""
-    model = thinking_model(name.split()[0])
-    return replace_linears(model, ShapeSensitiveLinear) if "sensitive" in name else model
-
-
-def crowd(count, seed):
-    """Plain and thinking neighbours, deterministic and not."""
-    rng = random.Random(seed)
+def requests_of(rng, seed):
+    """Prompts that begin alike, so that they find pages of each other; some think, some do not."""
+    bases = [prompt_of(100, seed * 7 + n) for n in range(2)]
     found = []
-    for n in range(count):
-        changes = {"thinking": rng.random() < 0.6, "deterministic": rng.random() < 0.3}
-        changes |= {"temperature": rng.choice((0.0, 0.8)), "seed": n, "logprobs": False}
-        found.append(
-            (prompt_of(rng.randint(1, 90), 100 + n), params(rng.randint(1, 12), **changes))
+    for n in range(rng.randint(3, 9)):
+        prompt = rng.choice(bases)[: rng.randint(1, 100)]
+        if rng.random() < 0.3:
+            prompt = prompt + prompt_of(rng.randint(1, 30), seed + n)
+        wanted = params(
+            rng.randint(1, 20),
+            deterministic=rng.random() < 0.6,
+            thinking=rng.random() < 0.75,
+            temperature=rng.choice((0.0, 0.9)),
+            num_return_sequences=rng.choice((1, 1, 2)),
+            prompt_logprobs=rng.random() < 0.2,
+            logprobs=True,
+            seed=n,
         )
+        found.append((prompt, wanted))
     return found
 
 
 def test_plain_bits_depend_on_what_else_runs():
     """Control: the same requests without ``deterministic``."""
-    model = model_of("llama sensitive")
+    model = replace_linears(thinking_model(), ShapeSensitiveLinear)
     plain = [(prompt, replace(wanted, deterministic=False)) for prompt, wanted in NEEDLES]
     with engine_of(model, thinking_window=1) as engine:
         one = [all_bits(engine.generate([prompt], wanted)[0]) for prompt, wanted in plain]
     with engine_of(model, thinking_window=None) as engine:
-        both = plain + crowd(6, 0)
-        found = engine.generate([p for p, _ in both], [w for _, w in both])
+        found = run(engine, plain + requests_of(random.Random(0), 0))
     assert [all_bits(output) for output in found[: len(plain)]] != one
 
 
@@ -71,138 +84,232 @@ class ByPlace(Mixing):
         return self.linear(x * (1 + 1e-6 * torch.arange(len(x))[:, None, None]))
 
 
-def bits_with_neighbours(model, prove):
-    """Of one deterministic request alone and beside others."""
-    with engine_of(model, prefix_cache=False) as engine:
-        thinker = engine.core.committer.thinker
-        thinker.batches.proven = not prove
-        one = all_bits(engine.generate(*NEEDLES[1])[0])
-        thinker.forget_states()
-        many = engine.generate([p for p, _ in NEEDLES], [w for _, w in NEEDLES])
-        return one, all_bits(many[1]), thinker.batches.reference
+def alone_and_beside(engine):
+    """Whether one deterministic request has the same bits alone and beside others; how many chunks
+    run at once."""
+    thinker = engine.core.committer.thinker
+    one = all_bits(engine.generate(*NEEDLES[1])[0])
+    thinker.forget_states()
+    return one == all_bits(run(engine, NEEDLES)[1]), thinker.batches.reference
 
 
 @pytest.mark.parametrize("kind", [Mixing, ByPlace])
 def test_blocks_that_mix_chunks_run_one_by_one(kind):
+    """As soon as they do, and until they do not. Control: without the probe it shows."""
     model = thinking_model()
     mlp = model.compression.block.layer.mlp
-    mlp.up_proj = kind(mlp.up_proj)
-    one, many, batch = bits_with_neighbours(model, prove=True)
-    assert batch == 1 and one == many
-    # Control: without the probe it shows.
-    one, many, batch = bits_with_neighbours(model, prove=False)
-    assert batch == REFERENCE and one != many
+    sound, mixing = mlp.up_proj, kind(mlp.up_proj)
+    with engine_of(model, prefix_cache=False) as engine:
+        for block, size in ((sound, REFERENCE), (mixing, 1), (sound, REFERENCE)):
+            mlp.up_proj = block
+            assert alone_and_beside(engine) == (True, size)
+    mlp.up_proj = mixing
+    with engine_of(model, prefix_cache=False) as engine:
+        engine.core.committer.thinker.batches.proven = True
+        assert alone_and_beside(engine) == (False, REFERENCE)
 
 
 def test_fingerprint():
     model = thinking_model()
-    with Engine(model.backbone) as engine:
-        plain = engine.contract.fingerprint
-    with Engine(model) as engine:
-        thinking = engine.contract.fingerprint
-    parts = dict(thinking.parts)
-    assert parts.pop("thinking") and parts == plain.parts
-    other = thinking_model(chunk_size=4)
-    with Engine(other) as engine:
-        found = engine.contract.fingerprint
-    differing = {name for name in found.parts if found.parts[name] != thinking.parts[name]}
-    assert differing == {"thinking"}
+    parts = []
+    for served in (model, thinking_model(chunk_size=4), model.backbone):
+        with Engine(served) as engine:
+            parts.append(dict(engine.contract.fingerprint.parts))
+    thinking, other, plain = (found.pop("thinking", None) for found in parts)
+    assert parts == parts[:1] * 3 and thinking and other and thinking != other and plain is None
 
 
-@pytest.mark.parametrize("block", ["thinking", "compression"])
-def test_changes_of_the_blocks_are_seen(block):
-    model = thinking_model()
-    weight = getattr(model, block).block.layer.mlp.up_proj.weight
-    with engine_of(model) as engine:
-        before = engine.generate(*NEEDLES[0])[0]
-        with torch.no_grad():
-            weight.mul_(-1)
-        after = engine.generate(*NEEDLES[0])[0]
-        assert after.fingerprint != before.fingerprint and all_bits(after) != all_bits(before)
-        name = engine.add_request(*NEEDLES[0])
-        while not (request := engine.tracker.requests[name]).sequences[0].num_generated:
-            engine.step()
-        with torch.no_grad():
-            weight.mul_(-1)
-        done = drain(engine)[name]
-        assert request.thoughts and "changed while it was running" in done.completions[0].error
-        again = engine.generate(*NEEDLES[0])[0]
-        assert again.fingerprint == before.fingerprint and all_bits(again) == all_bits(before)
-
-
-def test_changed_while_it_thinks():
-    """What was thought with other weights is thought again."""
-    model = thinking_model()
-    with engine_of(model, thinking_window=1) as engine:
-        name = engine.add_request(*NEEDLES[0])
-        for _ in range(4):
-            engine.step()
-        with torch.no_grad():
-            model.compression.block.layer.mlp.up_proj.weight.mul_(-1)
-        done = drain(engine)[name]
-        again = engine.generate(*NEEDLES[0])[0]
-    assert all_bits(done) == all_bits(again) and done.fingerprint == again.fingerprint
-
-
-@pytest.mark.parametrize("steps", [3, 14])
-def test_changed_while_several_completions_run(steps):
-    """All of them read the prompt again, which is thought about once."""
-    model = thinking_model()
-    wanted = params(30, num_return_sequences=3, logprobs=True)
-    prompt = prompt_of(67, 67)
-    for settings in ({"thinking_window": 1}, {"max_rows": 21}):
-        with engine_of(model, **settings) as engine:
-            name = engine.add_request(prompt, wanted)
-            for _ in range(steps):
-                engine.step()
-            with torch.no_grad():
-                model.compression.block.layer.mlp.up_proj.weight.mul_(-1)
-            done = drain(engine)[name]
-            again = engine.generate([prompt], wanted)[0]
-        assert [t.token_ids for t in done.thoughts] == [t.token_ids for t in again.thoughts]
-        assert all(completion.error is None for completion in done.completions)
-
-
-def block(model):
-    other = copy.deepcopy(model.compression)
+def negated(block, model):
     with torch.no_grad():
-        other.block.layer.mlp.up_proj.weight.mul_(-1)
-    model.compression = other
+        getattr(model, block).block.layer.mlp.up_proj.weight.mul_(-1)
 
 
-def hook(model):
+def replaced(model):
+    model.compression = copy.deepcopy(model.compression)
+    negated("compression", model)
+
+
+def hooked(model):
     model.compression.block.layer.mlp.register_forward_hook(lambda module, given, found: 2 * found)
 
 
-@pytest.mark.parametrize("change", [block, hook])
-def test_other_blocks_are_noticed(change):
+CHANGES = {name: partial(negated, name) for name in ("thinking", "compression")}
+CHANGES |= {"replaced": replaced, "hooked": hooked}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_of_the_blocks_are_seen(change):
+    """Between calls: another fingerprint, and the bits of a new engine."""
     model = thinking_model()
+
+    def answer(engine):
+        output = engine.generate(*NEEDLES[0])[0]
+        return all_bits(output), output.fingerprint
+
     with engine_of(model) as engine:
-        before = engine.generate(*NEEDLES[0])[0]
+        before = answer(engine)
         change(model)
-        after = engine.generate(*NEEDLES[0])[0]
-    assert all_bits(after) != all_bits(before) and after.fingerprint != before.fingerprint
+        after = answer(engine)
+    assert after[0] != before[0] and after[1] != before[1]
     with engine_of(model) as engine:
-        again = engine.generate(*NEEDLES[0])[0]
-    assert all_bits(again) == all_bits(after) and again.fingerprint == after.fingerprint
+        assert answer(engine) == after
 
 
-def test_blocks_that_mix_chunks_from_now_on():
-    """They are proven again: each chunk runs alone, to the bits of a cold engine."""
-    model, (prompt, _) = thinking_model(), NEEDLES[0]
-    with engine_of(model, prefix_cache=False) as engine:
-        engine.generate([prompt], exact())
-        sizes = [_reference(engine)]
-        mlp = model.compression.block.layer.mlp
-        mlp.up_proj = Mixing(mlp.up_proj)
-        alone = all_bits(engine.generate([prompt], exact())[0])
-        sizes.append(_reference(engine))
-        many = engine.generate([prompt, prompt[3:], prompt[5:]], exact())
-        assert all_bits(many[0]) == alone
-        mlp.up_proj = mlp.up_proj.linear
-        engine.generate([prompt], exact())
-        assert [*sizes, _reference(engine)] == [REFERENCE, 1, REFERENCE]
+@pytest.mark.parametrize("block", ["thinking", "compression"])
+def test_changed_while_a_request_runs(block):
+    """What was thought with other weights is thought again; what has answered ends by name."""
+    model = thinking_model()
+    with engine_of(model, thinking_window=1) as engine:
+        for answers in (False, True):
+            engine.core.committer.thinker.forget_states()
+            name, steps = engine.add_request(*NEEDLES[0]), 0
+            request = engine.tracker.requests[name]
+            while steps < 4 or (answers and not request.sequences[0].num_generated):
+                engine.step()
+                steps += 1
+            negated(block, model)
+            done, again = drain(engine)[name], engine.generate(*NEEDLES[0])[0]
+            if answers:
+                assert request.thoughts
+                assert "changed while it was running" in done.completions[0].error
+            else:
+                assert all_bits(done) == all_bits(again)
+                assert done.fingerprint == again.fingerprint
 
 
-def _reference(engine):
-    return engine.core.committer.thinker.batches.reference
+@pytest.mark.parametrize("steps", [3, 14])
+@pytest.mark.parametrize("settings", [{"thinking_window": 1}, {"max_rows": 21}], ids=str)
+def test_changed_while_several_completions_run(settings, steps):
+    """All of them read the prompt again, which is thought about once."""
+    model, wanted = thinking_model(), params(30, num_return_sequences=3, logprobs=True)
+    prompt = NEEDLES[0][0]
+    with engine_of(model, **settings) as engine:
+        name = engine.add_request(prompt, wanted)
+        for _ in range(steps):
+            engine.step()
+        negated("compression", model)
+        done, again = drain(engine)[name], engine.generate([prompt], wanted)[0]
+    assert [t.token_ids for t in done.thoughts] == [t.token_ids for t in again.thoughts]
+    assert all(completion.error is None for completion in done.completions)
+
+
+# Batches of chunks
+
+LENGTH, WIDTH = 3, 32
+# By the number of chunks, where sizes do not differ.
+BATCHES = {1: [1], 3: [8], 8: [8], 9: [16], 17: [32], 33: [64], 140: [64, 64, 16]}
+
+
+@pytest.mark.parametrize("kind", [RowByRowLinear, ShapeSensitiveLinear])
+def test_every_count_gives_the_same_bits(kind):
+    """Those of the reference alone where sizes differ, larger and smaller ones where they do not.
+    Control: before it is proven, sizes that differ are taken."""
+    linear, sizes = kind(nn.Linear(WIDTH, WIDTH)), []
+    given = torch.randn(150, LENGTH, WIDTH)
+    wanted = torch.cat([linear(part) for part in given[:144].split(REFERENCE)])
+
+    def recorded(x):
+        sizes.append(len(x))
+        return linear(x).detach()
+
+    batches = ChunkBatches(lambda: [BatchFunction("it", recorded, LENGTH, torch.empty(0, WIDTH))])
+
+    def equal(count):
+        batches.run(recorded, given[:count], fills=(0,))  # looks at sizes
+        sizes.clear()
+        return torch.equal(batches.run(recorded, given[:count], fills=(0,)), wanted[:count])
+
+    differs = kind is ShapeSensitiveLinear
+    assert equal(20) is not differs and sizes == [20]
+    batches.prove()
+    for count in (*BATCHES, 65):
+        assert equal(count) and sum(sizes) >= count and set(sizes) <= set(SIZES)
+        if differs:
+            assert set(sizes) == {REFERENCE}
+        else:
+            assert sizes == BATCHES.get(count, sizes)
+
+
+def test_states_of_plain_requests_are_no_deterministic_ones():
+    """Plain ones run in batches of any size until it is known what changes no bit."""
+    model = thinking_model()
+    mlp = model.compression.block.layer.mlp
+    mlp.up_proj = ShapeSensitiveLinear(mlp.up_proj)
+    found = []
+    for plain_first in (False, True):
+        with engine_of(model, prefix_cache=False) as engine:
+            if plain_first:
+                prompts = [NEEDLES[0][0], NEEDLES[3][0], NEEDLES[0][0][3:]]
+                engine.generate(prompts, exact(deterministic=False))
+                assert engine.core.committer.thinker._states
+            found.append(all_bits(engine.generate(*NEEDLES[0])[0]))
+    assert found[0] == found[1]
+
+
+# Random mixes of requests that think and that do not, in random engines: the bits of a cold one.
+
+
+def model_of(rng):
+    settings = {"chunk_size": rng.choice((1, 3, 5, 8, 8, 16))}
+    settings |= {"max_thought_tokens": rng.choice((2, 4, 9)), "quiet": rng.choice((0.0, 2.0, 3.0))}
+    model = thinking_model(rng.choice(list(KINDS)), **settings)
+    return replace_linears(model, ShapeSensitiveLinear) if rng.random() < 0.5 else model
+
+
+def settings_of(rng, seed):
+    found = {"thinking_window": rng.choice((1, 2, 3, 8, None)), "page_size": rng.choice((8, 16))}
+    found["verify"] = rng.choice(("auto", "auto", "always", "padded"))
+    for chance, name, values in (
+        (0.5, "max_rows", (17, 20, 33, 64)),
+        (0.4, "num_pages", (36, 48)),
+        (0.4, "drafter", (Liar(seed),)),
+        (0.3, "overlap", (True,)),
+        (0.3, "max_sequences", (1, 2, 4)),
+    ):
+        if rng.random() < chance:
+            found[name] = rng.choice(values)
+    return found
+
+
+def run_anyhow(engine, requests, rng):
+    """Outputs by number, of those that were not aborted; preempted now and then."""
+    ids, done, aborted = {}, {}, set()
+    for n in rng.sample(range(len(requests)), len(requests)):
+        ids[n] = engine.add_request(*requests[n])
+        for _ in range(rng.randint(0, 4)):
+            done |= {output.request_id: output for output in engine.step()}
+        if rng.random() < 0.1 and ids[n] in engine.tracker.requests:
+            engine.abort(ids[n])
+            aborted.add(n)
+        if rng.random() < 0.1:
+            engine.admission.preempt_all()
+    done |= drain(engine)
+    assert whole(engine)
+    return {n: done[ids[n]] for n in ids if n not in aborted}
+
+
+def said(output):
+    return all_bits(output), output.prompt_logprobs
+
+
+def test_a_random_mix():
+    run_mix(5)
+
+
+@pytest.mark.slow("random mixes", 4, cases=50)
+def test_many_random_mixes(case_seed):
+    run_mix(case_seed)
+
+
+def run_mix(seed):
+    rng = random.Random(seed)
+    model, requests = model_of(rng), requests_of(rng, seed)
+    exact = [n for n, (_, wanted) in enumerate(requests) if wanted.deterministic]
+    with engine_of(model, prefix_cache=False, thinking_window=1) as engine:
+        cold = {n: said(engine.generate([requests[n][0]], requests[n][1])[0]) for n in exact}
+    with engine_of(model, **settings_of(rng, seed)) as engine:
+        for _ in range(2):  # a cold cache, and a warm one
+            outputs = run_anyhow(engine, requests, rng)
+            for n in outputs.keys() & cold.keys():
+                assert said(outputs[n]) == cold[n]
+            assert all(c.error is None for o in outputs.values() for c in o.completions)

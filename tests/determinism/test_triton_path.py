@@ -12,7 +12,7 @@ from tests.support.cases import DTYPES, bits_of, engine_of, model_of, one_by_one
 from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 
-SIZES = (3, 24)
+SIZES = (3, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def posing(monkeypatch):
 
 
 def triton_engine(model, **settings):
-    return engine_of(model, backend="triton", **settings)
+    return engine_of(model, backend="triton", max_rows=128, **settings)
 
 
 @pytest.fixture(scope="module", params=[*DTYPES, "convolutions"])

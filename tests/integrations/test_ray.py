@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,9 +57,8 @@ def job(params=PARAMS, **given):
 
 def said(actor, rows, size):
     """What an actor says of rows in blocks of ``size``, by id."""
-    blocks = [rows[n : n + size] for n in range(0, len(rows), size)]
-    found = [row for some in blocks for row in actor(pa.Table.from_pylist(some)).to_pylist()]
-    return {row["id"]: row for row in found}
+    blocks = [pa.Table.from_pylist(rows[n : n + size]) for n in range(0, len(rows), size)]
+    return {row["id"]: row for block in blocks for row in actor(block).to_pylist()}
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +103,8 @@ def test_scores_are_what_generation_gives(told):
         for name, row in told.items()
         if row["temperature"]
     ]
-    scored = said(Score(job(SamplingParams())), rows, 9)
-    assert {name: row["logprobs"] for name, row in scored.items()} == {
-        row["id"]: told[row["id"]]["logprobs"] for row in rows
-    }
+    for name, row in said(Score(job(SamplingParams())), rows, 9).items():
+        assert row["logprobs"] == told[name]["logprobs"]
 
 
 def test_bad_rows_are_refused_alone(actor, told):
@@ -129,20 +127,14 @@ def test_a_lack_of_memory_is_no_rows_error(told, kind, monkeypatch):
     failure is the error of its row."""
     actor = kind(job())
     rows = [{**row, "continuation": [5]} for row in ROWS[:4]]
-    whole = actor.engine.runner.model.forward
-    broken = torch.OutOfMemoryError("no room")
-
-    def forward(*args, **kwargs):
-        raise broken
-
-    monkeypatch.setattr(actor.engine.runner.model, "forward", forward)
-    with pytest.raises((MemoryError, RuntimeError), match="no room"):
-        said(actor, rows, 4)
-    broken = ArithmeticError("no number")
-    assert all("no number" in row["error"] for row in said(actor, rows, 4).values())
-    monkeypatch.setattr(actor.engine.runner.model, "forward", whole)
-    found = said(actor, rows, 4)
-    assert not any(row["error"] for row in found.values())
+    with monkeypatch.context() as patches:
+        forward = Mock(side_effect=torch.OutOfMemoryError("no room"))
+        patches.setattr(actor.engine.runner.model, "forward", forward)
+        with pytest.raises((MemoryError, RuntimeError), match="no room"):
+            said(actor, rows, 4)
+        forward.side_effect = ArithmeticError("no number")
+        assert all("no number" in row["error"] for row in said(actor, rows, 4).values())
+    assert not any(row["error"] for row in said(actor, rows, 4).values())
 
 
 def test_an_actor_with_another_fingerprint_is_refused(actor):
@@ -191,13 +183,8 @@ def test_a_dead_engine_is_replaced(told, tmp_path):
                     next(self.engine.model.parameters()).mul_(2)
             return super().__call__(table)
 
+    how = {"batch_size": None, "batch_format": "pyarrow", "compute": ActorPoolStrategy(size=1)}
     rows = ray.data.from_items(ROWS[:24], override_num_blocks=6)
-    found = rows.map_batches(
-        Mortal,
-        fn_constructor_args=[job()],
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=1),
-    ).take_all()
+    found = rows.map_batches(Mortal, fn_constructor_args=[job()], **how).take_all()
     assert {row["id"]: row for row in found} == {r["id"]: told[r["id"]] for r in ROWS[:24]}
     assert len({Path(path).name.split()[1] for path in tmp_path.glob("*")}) == 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as distributed
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinyspec
 from tests.support import zoo
@@ -14,16 +17,22 @@ from tests.support.drop_in import SMALL
 from tests.support.tiny import tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.drop_in import forward as canonical
+from tinyspec.tools.demo import BUNDLED
 
 pytest.importorskip("trl")
 
+import datasets
+import trl
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import add_fused_lm_head
 
 from tinyspec.integrations.trl import patch_trainer, rollout
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 PROMPTS = [[5, 17, 3], [9, 8, 7, 6, 5, 4, 3, 11], [40]]
+ANSWERS = [[4, 5, 6, 7], [50, 51], [9]]
 TEMPERATURE = 0.7
 
 
@@ -36,6 +45,12 @@ def trainer_of(model: Any, ref_model: Any = None, **head: Any) -> Any:
     return types.SimpleNamespace(
         **given, args=args, callbacks=callbacks, add_callback=callbacks.append
     )
+
+
+def patched_trainer() -> Any:
+    trainer = trainer_of(tiny())
+    patch_trainer(trainer, SMALL)
+    return trainer
 
 
 def batch_of(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -80,13 +95,11 @@ def reached(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_the_record_has_the_bits_of_generation(family, dtype, reached):
-    def made():
-        return zoo.tiny(family).to(dtype)
-
-    with Engine(made(), config=SMALL) as engine:
+    made = [zoo.tiny(family).to(dtype) for _ in range(3)]
+    with Engine(made[0], config=SMALL) as engine:
         answers, expected = drawn(engine)
     batch = batch_of(PROMPTS, answers)
-    plain_trainer, trainer = trainer_of(made()), trainer_of(made())
+    plain_trainer, trainer = map(trainer_of, made[1:])
     patch_trainer(trainer, SMALL)
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)  # gpt2 makes no such
     plain = plain_trainer.model(**batch, position_ids=positions, fused_lm_head=True)
@@ -111,10 +124,9 @@ def test_gradients_are_those_of_trl():
     """Of the loss, and of an entropy bonus; a row without labels gives none."""
     grads = []
     for exact in (False, True):
-        trainer = trainer_of(tiny())
+        trainer, batch = trainer_of(tiny()), batch_of(PROMPTS, ANSWERS)
         if exact:
             patch_trainer(trainer, SMALL)
-        batch = batch_of(PROMPTS, [[4, 5, 6, 7], [50, 51], [9]])
         batch["labels"][1] = -100
         found = trainer.model(**batch, fused_lm_head=True, num_items_in_batch=4)
         (found.loss - 0.1 * found.entropy.sum()).backward()
@@ -124,9 +136,7 @@ def test_gradients_are_those_of_trl():
 
 def test_no_label_at_all():
     """A differentiable 0, as TRL gives."""
-    trainer = trainer_of(tiny())
-    patch_trainer(trainer, SMALL)
-    batch = batch_of(PROMPTS, [[4], [5], [6]])
+    trainer, batch = patched_trainer(), batch_of(PROMPTS, [[4], [5], [6]])
     batch["labels"][:] = -100
     found = trainer.model(**batch, fused_lm_head=True)
     assert found.loss.item() == 0 and not found.label_mask.any()
@@ -138,7 +148,7 @@ def test_other_calls():
     trainer = trainer_of(tiny(), tiny())
     heads = [vars(model)["forward"] for model in (trainer.model, trainer.ref_model)]
     patch_trainer(trainer, SMALL)
-    batch = batch_of(PROMPTS, [[4, 5, 6, 7], [50, 51], [9]])
+    batch = batch_of(PROMPTS, ANSWERS)
     found = trainer.model(**batch, fused_lm_head=True)
     other = trainer.ref_model(**batch, fused_lm_head=True)
     assert torch.equal(found.log_probs, other.log_probs), "the KL divergence of equal weights is 0"
@@ -184,10 +194,109 @@ def test_refused_by_name():
         rollout(["One day"], plain)
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32"):
         patch_trainer(trainer_of(tiny(), cast_lm_head_to_fp32=True), SMALL)
-    trainer = trainer_of(tiny())
-    patch_trainer(trainer, SMALL)
+    trainer, batch = patched_trainer(), batch_of(PROMPTS, [[4], [5], [6]])
     with pytest.raises(ValueError, match=r"trainer\.model\.forward"):
         patch_trainer(trainer, SMALL)
-    batch = batch_of(PROMPTS, [[4], [5], [6]])
     with pytest.raises(ValueError, match="output_router_logits"):
         trainer.model(**batch, fused_lm_head=True, output_router_logits=True)
+
+
+# GRPO by ``rollout`` and RLOO by patched ``generate``, under TRL's trainers: completions do not
+# hang on how rows are spread over batches, calls and processes.
+
+SPREAD = pytest.mark.slow("random use", 40)
+STORIES = [f"User: Tell me a story about a {animal}.\nAssistant:" for animal in ("fox", "bee")]
+GROUP, STEPS = 4, 2
+# Per-device batch size, batches that are generated at once (None: those of an optimizer step),
+# processes. In the last one every group is on both of them.
+WAYS = [(4, None, 1), (1, None, 1), (2, None, 1), (4, 1, 1), (1, None, 2), (2, 1, 2)]
+
+
+def trained(kind, way, folder, exact=True):
+    """Prompt and tokens of all completions, and how far the log-probabilities of training were
+    from those of ``rollout``. Weights stay: gradients would be added up in other orders."""
+    batch, at_once, processes = way
+    seen, differences = [], []
+
+    def reward(prompts, completion_ids, **_):
+        seen.extend(zip(prompts, map(tuple, completion_ids), strict=True))
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    class Trainer(getattr(trl, f"{kind}Trainer")):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self.trained = found[0].detach()
+            return found
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            if (drawn := inputs.get("sampling_per_token_logps")) is not None:
+                apart = (self.trained - drawn).abs()[inputs["completion_mask"].bool()]
+                differences.append(apart.max().item())
+            return loss
+
+    arguments = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": len(STORIES) * GROUP // (batch * processes),
+        "steps_per_generation": at_once,
+        "num_generations": GROUP,
+        "max_completion_length": 8,
+        "max_steps": STEPS,
+        "learning_rate": 0.0,
+        "temperature": 1.5,
+        "seed": 3,
+        **{"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"},
+        **{"save_strategy": "no", "disable_tqdm": True},
+    }
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32),
+        reward_funcs=reward,
+        args=getattr(trl, f"{kind}Config")(**arguments),
+        train_dataset=datasets.Dataset.from_dict({"prompt": STORIES}),
+        processing_class=AutoTokenizer.from_pretrained(BUNDLED),
+        **({"rollout_func": rollout} if kind == "GRPO" and exact else {}),
+    )
+    if exact:
+        patch_trainer(trainer)
+    trainer.train()
+    return seen, differences
+
+
+def on_a_rank(rank, kind, way, folder, exact):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    distributed.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=rank)
+    torch.save(trained(kind, way, folder, exact), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def spread(kind, way, folder, exact=True):
+    """As ``trained``, by two processes together."""
+    folder.mkdir()
+    torch.multiprocessing.spawn(on_a_rank, (kind, way, str(folder), exact), 2)
+    one, other = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    return one[0] + other[0], one[1] + other[1]
+
+
+@SPREAD
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_completions_do_not_hang_on_how_rows_are_spread(kind, tmp_path):
+    """With ``rollout`` training has its log-probabilities."""
+    first = None
+    for way in WAYS:
+        run = trained if way[2] == 1 else spread
+        seen, differences = run(kind, way, tmp_path / str(way))
+        first = first or sorted(seen)
+        assert sorted(seen) == first, way
+        assert set(differences) == ({0.0} if kind == "GRPO" else set())
+    assert len(set(first)) == len(first) == STEPS * len(STORIES) * GROUP
+
+
+@SPREAD
+def test_control_transformers_own(tmp_path):
+    """It draws as rows lie in the batch, and in each process anew."""
+    alone, called, two = WAYS[0], WAYS[3], WAYS[4]
+    first = sorted(trained("GRPO", alone, tmp_path, exact=False)[0])
+    assert sorted(trained("GRPO", called, tmp_path, exact=False)[0]) != first
+    assert sorted(spread("GRPO", two, tmp_path / "two", exact=False)[0]) != first

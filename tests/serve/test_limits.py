@@ -1,14 +1,19 @@
 """Clients that go away, ask too much, send too much or without the key; and the end."""
 
 import asyncio
+import gc
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -30,8 +35,11 @@ from tinyspec import AsyncEngine
 from tinyspec.serve.app import create_app
 
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
-LONG_CHAT = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}
-LONG_RESPONSE = {"input": PROMPT, "max_output_tokens": 1900, "ignore_eos": True}
+LONG_ONES = {
+    COMPLETIONS: LONG,
+    CHAT: {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True},
+    RESPONSES: {"input": PROMPT, "max_output_tokens": 1900, "ignore_eos": True},
+}
 
 
 def connected(url):
@@ -39,23 +47,26 @@ def connected(url):
     return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
-def head(path, length, *more):
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", length, *more]
+def head(path, length):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", length]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def posted(path, **body):
+    """The bytes of a request."""
+    content = json.dumps({"model": MODEL, **body}).encode()
+    return head(path, f"Content-Length: {len(content)}") + content
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, LONG), (CHAT, LONG_CHAT), (RESPONSES, LONG_RESPONSE)]
-)
-def test_a_client_that_goes_away(served, path, body, stream, deterministic):
+@pytest.mark.parametrize("path", LONG_ONES)
+def test_a_client_that_goes_away(served, path, stream, deterministic):
     """Its request is gone long before its end, with its pages."""
     before = served.engine.stats().committed
-    given = {"model": MODEL, "stream": stream, "deterministic": deterministic, **body}
-    content = json.dumps(given).encode()
+    given = {"stream": stream, "deterministic": deterministic, **LONG_ONES[path]}
     with connected(served.url) as client:
-        client.sendall(head(path, f"Content-Length: {len(content)}") + content)
+        client.sendall(posted(path, **given))
         wait_until(lambda: served.engine.stats().committed > before)
         assert served.engine.tracker.requests
     served.settled()
@@ -136,9 +147,8 @@ def test_bodies_are_bounded(bundled):
 
 def test_slow_readers_hold_up_nobody(served):
     """A stream that is not read goes on; others get their answers meanwhile."""
-    content = json.dumps({"model": MODEL, "stream": True, **LONG}).encode()
     with connected(served.url) as client:
-        client.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
+        client.sendall(posted(COMPLETIONS, stream=True, **LONG))
         assert b" 200 " in client.recv(100)
         assert served.post(COMPLETIONS, prompt=PROMPT, max_tokens=3).status_code == 200
     served.settled()
@@ -155,30 +165,27 @@ def test_the_end_lets_requests_finish(bundled):
 
 
 def test_what_no_server_is_made_of(bundled):
-    shared = AsyncEngine(bundled)
-    with pytest.raises(ValueError, match="timeout=0 is not allowed"):
-        create_app(shared, MODEL, timeout=0)
-    bare = AsyncEngine(tiny())
-    with pytest.raises(ValueError, match="tokenizer"):
-        create_app(bare, MODEL)
-    with storyteller(num_pages=1) as engine:
-        small = AsyncEngine(engine)
-        with pytest.raises(ValueError, match="what the page pool holds"):
-            create_app(small, MODEL)
-    for engine in (shared, bare, small):
-        asyncio.run(engine.close())
+    with storyteller(num_pages=1) as small:
+        for engine, settings, complaint in (
+            (bundled, {"timeout": 0}, "timeout=0 is not allowed"),
+            (tiny(), {}, "tokenizer"),
+            (small, {}, "what the page pool holds"),
+        ):
+            shared = AsyncEngine(engine)
+            with pytest.raises(ValueError, match=complaint):
+                create_app(shared, MODEL, **settings)
+            asyncio.run(shared.close())
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow("server", 15)), 2])
-def test_ctrl_c(times):
+@pytest.mark.slow("server", 15)
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c(times, sigint):
     """Once: what runs is answered. Twice: the process ends at once."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port)]
-    command += ["--device", "cpu"]
-    keys = {"TINYSPEC_API_KEY": "secret"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **keys})
+    command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port), "--device", "cpu"]
+    environment = {**os.environ, "TINYSPEC_API_KEY": "secret"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
     url = f"http://127.0.0.1:{port}"
 
     def answers():
@@ -205,3 +212,101 @@ def test_ctrl_c(times):
                 assert process.wait(PATIENCE) == 130
     finally:
         process.kill()
+
+
+# Two hundred clients at once, for minutes: streams and whole answers, random disconnects, slow
+# readers, malformed bodies, floods past the limit. Every deterministic answer is that of its
+# request alone, nothing is lost, memory is flat.
+
+SECONDS, CLIENTS, KINDS = 120, 200, 24
+LIMITS = {"max_requests": 60, "max_waiting": 60}
+PAGE = 4096
+
+
+def asked(n):
+    body = {"model": MODEL, "seed": n, "deterministic": True, "stream": n % 2 == 0}
+    messages = [{"role": "user", "content": f"Story {n}."}]
+    path, own = (
+        (COMPLETIONS, {"prompt": "Once upon " * (1 + n % 5), "max_tokens": 20}),
+        (CHAT, {"messages": messages, "max_tokens": 20, "stop": " named"}),
+        (RESPONSES, {"input": f"Tell {n}.", "max_output_tokens": 20}),
+    )[n % 3]
+    return path, body | own
+
+
+def said(response):
+    """The text of an answer, streamed or not."""
+    lines = response.text.split("\n")
+    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    data = data or [response.json()]
+    assert not any(one.get("error") for one in data), data[-1]
+    if "output" in data[0]:
+        return data[0]["output"][0]["content"][0]["text"]
+    if "type" in data[0]:
+        return "".join(one.get("delta", "") for one in data)
+    choices = [choice for one in data for choice in one["choices"]]
+    parts = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+    return "".join(part.get("content") or part.get("text") or "" for part in parts)
+
+
+async def one_client(http, seed, solo, until, counts):
+    rng = random.Random(seed)
+    while time.monotonic() < until:
+        n, what = rng.randrange(KINDS), rng.random()
+        path, body = asked(n)
+        if what < 0.15:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(http.post(path, json=body), rng.random())
+            counts["gone"] += 1
+        elif what < 0.25:
+            async with http.stream("POST", path, json=body) as stream:
+                async for _ in stream.aiter_raw():
+                    await asyncio.sleep(rng.random() * 0.3)
+                    if rng.random() < 0.3:
+                        break
+            counts["slow"] += 1
+        elif what < 0.3:
+            found = await http.post(path, content=b'{"model": "' + rng.randbytes(20))
+            assert found.status_code == 400
+            counts["malformed"] += 1
+        else:
+            found = await http.post(path, json=body)
+            counts[found.status_code] += 1
+            if found.status_code == 429:
+                await asyncio.sleep(rng.random())
+                continue
+            assert found.status_code == 200 and said(found) == solo[n]
+
+
+@pytest.mark.slow("server", SECONDS + 20)
+def test_two_hundred_clients(request):
+    minutes = request.config.getoption("--soak-minutes")
+    length = SECONDS if minutes is None else 60 * minutes
+    counts, sizes = Counter(), []
+
+    async def main(url):
+        limits = httpx.Limits(max_connections=CLIENTS)
+        headers = {"Content-Type": "application/json"}
+        how = {"base_url": url, "timeout": PATIENCE, "limits": limits, "headers": headers}
+        async with httpx.AsyncClient(**how) as http:
+            solo = [said(await http.post(p, json=b)) for p, b in map(asked, range(KINDS))]
+            assert len(set(solo)) > KINDS / 2, "control: another request has another answer"
+            until = time.monotonic() + length
+            clients = [one_client(http, n, solo, until, counts) for n in range(CLIENTS)]
+            await asyncio.gather(*clients, watch(until))
+
+    async def watch(until):
+        while time.monotonic() < until:
+            await asyncio.sleep(length / 12)
+            gc.collect()
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
+
+    with storyteller(num_pages=200) as engine, running(engine, LIMITS) as server:
+        asyncio.run(main(server.url))
+        server.settled()
+        assert engine.pool.num_held == 0 and not engine.tracker.requests
+        text = httpx.get(f"{server.url}/metrics").text
+    print("\n", counts, sizes)
+    assert f'num_requests_waiting{{model_name="{MODEL}"}} 0.0' in text
+    assert counts[200] > CLIENTS and counts[429] and counts["gone"] and counts["slow"]
+    assert max(sizes[-3:]) - max(sizes[3:6]) < 60e6

@@ -1,22 +1,30 @@
-"""Chat, completions and the small endpoints, asked by the ``openai`` client."""
+"""Chat, completions, responses and the small endpoints, asked by the ``openai`` client."""
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Literal
 
 import httpx
 import openai
+import pytest
+from openai.types.responses import Response
 from pydantic import BaseModel
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tinyspec
-from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.serve.replies import TokenTexts
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}
 SEEDED = {"model": MODEL, "seed": 3, "max_tokens": 12, "extra_body": OWN}
+# The same for an engine.
+PARAMS = SamplingParams(
+    max_new_tokens=12, temperature=1.0, seed=3, deterministic=True, logprobs=True
+)
 
 
 def joined(chunks, index=0):
@@ -28,15 +36,12 @@ def joined(chunks, index=0):
 
 def test_every_way_gives_the_same_bits(served, client, bundled):
     """HTTP, streamed and not, alone and among others; AsyncEngine; Engine; patched generate."""
-    params = SamplingParams(
-        max_new_tokens=12, temperature=1.0, seed=3, deterministic=True, logprobs=True
-    )
-    (output,) = bundled.generate([PROMPT], params)
+    (output,) = bundled.generate([PROMPT], PARAMS)
     expected = output.completions[0]
 
     async def awaited():
         async with AsyncEngine(bundled) as shared:
-            return (await shared.generate([PROMPT], params))[0].completions[0]
+            return (await shared.generate([PROMPT], PARAMS))[0].completions[0]
 
     assert asyncio.run(awaited()).logprobs == expected.logprobs
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
@@ -46,19 +51,17 @@ def test_every_way_gives_the_same_bits(served, client, bundled):
     patched = model.generate(**ids, max_new_tokens=12, do_sample=True, top_k=0, seed=[3])
     assert patched[0, ids["input_ids"].shape[1] :].tolist() == expected.token_ids
 
+    asked = {**SEEDED, "prompt": PROMPT, "logprobs": 0}
+
     async def crowd():
         async with served.client(openai.AsyncOpenAI) as many:
-            asked = {**SEEDED, "prompt": PROMPT, "logprobs": 0}
             others = [many.completions.create(**asked | {"seed": n}) for n in range(6)]
             one, *rest = await asyncio.gather(many.completions.create(**asked), *others)
             assert [c.choices[0].token_ids for c in rest].count(expected.token_ids) == 1
             assert len({tuple(c.choices[0].token_ids) for c in rest}) > 1, "control"
             return one
 
-    for found in (
-        client.completions.create(**SEEDED, prompt=PROMPT, logprobs=0),
-        asyncio.run(crowd()),
-    ):
+    for found in (client.completions.create(**asked), asyncio.run(crowd())):
         (choice,) = found.choices
         assert choice.token_ids == expected.token_ids and choice.text == expected.text
         assert choice.logprobs.token_logprobs == expected.logprobs
@@ -71,15 +74,7 @@ def test_every_way_gives_the_same_bits(served, client, bundled):
 def test_chat(client, bundled):
     asked = {**SEEDED, "messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked)
-    params = SamplingParams(
-        max_new_tokens=12,
-        temperature=1.0,
-        seed=3,
-        deterministic=True,
-        num_return_sequences=2,
-        logprobs=True,
-        top_logprobs=2,
-    )
+    params = replace(PARAMS, num_return_sequences=2, top_logprobs=2)
     (output,) = bundled.generate([MESSAGES], params)
     assert whole.prompt_token_ids == output.prompt_token_ids
     for choice, expected in zip(whole.choices, output.completions, strict=True):
@@ -105,11 +100,8 @@ def test_chat(client, bundled):
 def test_completions(client):
     """Prompts in every form, echo with log-probabilities, stops, and what is said of them."""
     asked = {"model": MODEL, "max_tokens": 4, "temperature": 0}
-    ids = (
-        client.completions.create(**asked, prompt=PROMPT, extra_body={"return_token_ids": True})
-        .choices[0]
-        .prompt_token_ids
-    )
+    (first,) = client.completions.create(**asked, prompt=PROMPT, extra_body=OWN).choices
+    ids = first.prompt_token_ids
     for prompt in ([PROMPT, "One day"], [ids, [5, 6]]):
         found = client.completions.create(**asked, prompt=prompt, n=2).choices
         assert [choice.index for choice in found] == [0, 1, 2, 3]
@@ -119,14 +111,10 @@ def test_completions(client):
     logprobs = choice.logprobs
     assert choice.text.startswith(PROMPT) and len(logprobs.tokens) == len(ids) + 4
     assert logprobs.token_logprobs[0] is None and max(logprobs.token_logprobs[1:]) <= 0
-    assert [
-        choice.text[place:][: len(token)]
-        for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
-    ] == logprobs.tokens
-    chunks = client.completions.create(
-        **asked, prompt=[[5, 6], ids], echo=True, logprobs=1, stream=True
-    )
-    parts = [c.choices[0] for c in chunks]
+    for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert choice.text[place:].startswith(token)
+    asked_again = {**asked, "prompt": [[5, 6], ids], "echo": True, "logprobs": 1, "stream": True}
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked_again)]
     parts = [part for part in parts if part.index == 1]
     assert "".join(part.text for part in parts) == choice.text
     assert [n for part in parts for n in part.logprobs.text_offset] == logprobs.text_offset
@@ -214,8 +202,8 @@ def test_small_endpoints(served, client):
     assert card.id == MODEL == client.models.retrieve(MODEL).id
     assert card.max_model_len == served.engine.config.max_model_len
     assert httpx.get(f"{served.url}/health").status_code == 200
-    tokens = served.post("/tokenize", prompt=PROMPT).json()
-    assert served.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": PROMPT}
+    tokens = served.post("/tokenize", prompt=PROMPT).json()["tokens"]
+    assert served.post("/detokenize", tokens=tokens).json() == {"prompt": PROMPT}
     chat = served.post("/tokenize", messages=MESSAGES).json()
     asked = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
     assert served.post(CHAT, **asked).json()["prompt_token_ids"] == chat["tokens"]
@@ -235,11 +223,97 @@ def test_metrics(served):
     after = numbers()
     label = f'{{model_name="{MODEL}"}}'
     grown = {name.removesuffix(label): after[name] - before.get(name, 0) for name in after}
-    assert grown["vllm:generation_tokens_total"] == 10
-    assert grown["vllm:prompt_tokens_total"] == 2 * 7
-    assert grown["vllm:e2e_request_latency_seconds_count"] == 2
-    assert grown["vllm:time_to_first_token_seconds_count"] == 1
-    assert grown["tinyspec:canonical_passes_total"] > 0
-    ended = f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}'
-    assert grown[ended] == 2
+    assert grown.pop("tinyspec:canonical_passes_total") > 0
+    for name, count in {
+        **{"vllm:generation_tokens_total": 10, "vllm:prompt_tokens_total": 2 * 7},
+        **{"vllm:e2e_request_latency_seconds_count": 2, "vllm:num_requests_running": 0},
+        "vllm:time_to_first_token_seconds_count": 1,
+        f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}': 2,
+    }.items():
+        assert grown[name] == count, name
     assert after[f"vllm:num_requests_running{label}"] == 0
+
+
+# The Responses API: its client, and what of the compliance suite of openresponses concerns text.
+
+REQUIRED = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"),
+    *("previous_response_id", "instructions", "output", "error", "tools", "tool_choice"),
+    *("truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty", "usage"),
+    *("frequency_penalty", "top_logprobs", "temperature", "reasoning", "max_output_tokens"),
+    *("max_tool_calls", "store", "background", "service_tier", "metadata", "user"),
+    *("safety_identifier", "prompt_cache_key"),
+}
+ORDER = [
+    *("response.created", "response.in_progress", "response.output_item.added"),
+    *("response.content_part.added", "response.output_text.delta", "response.output_text.done"),
+    *("response.content_part.done", "response.output_item.done", "response.completed"),
+]
+
+
+def message(role, content):
+    return {"type": "message", "role": role, "content": content}
+
+
+INPUTS = {
+    "basic": [message("user", "Say hello in exactly 3 words.")],
+    "system": [message("system", "You are a pirate."), message("user", "Say hello.")],
+    "turns": [
+        *(message("user", "My name is Alice."), message("assistant", "Hello Alice!")),
+        message("user", "What is my name?"),
+    ],
+    "parts": [{"role": "user", "content": [{"type": "input_text", "text": "Count to 5."}]}],
+    "text": "Tell me a story.",
+}
+ONE = {"model": MODEL, "extra_body": {"seed": 1, "deterministic": True}}
+
+
+def checked(response):
+    """A whole response, with output; as the resource's schema wants it."""
+    assert response.keys() >= REQUIRED
+    known = {**response["usage"]["input_tokens_details"], "cache_write_tokens": 0}
+    usage = {**response["usage"], "input_tokens_details": known}
+    Response.model_validate({**response, "usage": usage})
+    assert response["status"] == "completed" and response["completed_at"] is not None
+    (item,) = response["output"]
+    (part,) = item["content"]
+    assert item["status"] == "completed" and part["text"] and part["annotations"] == []
+    assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+    return part["text"]
+
+
+@pytest.mark.parametrize("kind", list(INPUTS))
+def test_compliance_of_responses(served, kind):
+    """The resource, whole and streamed: events in order, numbered, that build it."""
+    asked = {"input": INPUTS[kind], "seed": 1, "deterministic": True, "tool_choice": "auto"}
+    text = checked(served.post(RESPONSES, **asked).json())
+    lines = served.post(RESPONSES, **asked, stream=True).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    named = [line.split("\n") for line in lines[:-2]]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name for name, _ in named] == [f"event: {event['type']}" for event in events]
+    assert list(dict.fromkeys(event["type"] for event in events)) == ORDER
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["response"]["output"] == [] and events[0]["response"]["usage"] is None
+    assert "".join(event.get("delta", "") for event in events) == text == events[-4]["text"]
+    assert checked(events[-1]["response"]) == text
+    items = {event["item_id"] for event in events if "item_id" in event}
+    assert items == {events[-1]["response"]["output"][0]["id"]}
+
+
+def test_the_client_of_responses(client):
+    first = client.responses.create(**ONE, input="Tell me a story.", instructions="Be brief.")
+    assert first.output_text and first.system_fingerprint and first.store is False
+    turns = [{"role": "user", "content": "Tell me a story."}, *first.output]
+    again = client.responses.create(**ONE, input=[*turns, {"role": "user", "content": "More."}])
+    assert again.usage.input_tokens > first.usage.total_tokens
+    with client.responses.stream(**ONE, input="Tell me a story.") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().status == "completed"
+    cut = client.responses.create(**ONE, input="Tell me a story.", max_output_tokens=3)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.usage.output_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+        client.responses.create(**ONE, input="x", tools=[tool])

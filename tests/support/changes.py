@@ -185,15 +185,6 @@ def threads(model: Any) -> None:
     torch.set_num_threads(1)
 
 
-def softcap(model: Any) -> None:
-    model.config.final_logit_softcapping = 5.0
-
-
-def frequencies(model: Any) -> None:
-    with torch.no_grad():
-        model.model.rotary_emb.inv_freq.mul_(2)
-
-
 Change = Callable[[Any], None]
 OF_LLAMA: tuple[Change, ...] = (
     *(parameter_written, fused_step, parameter_replaced, data_replaced, data_seen_otherwise),

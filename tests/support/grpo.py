@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -71,19 +72,10 @@ def steps(family: str, precision: str, count: int, lora: bool = False) -> list[S
 
 def _step(model: Any, inner: Any, ids: Tensor, mask: Tensor) -> Step:
     """Rollouts, and a backward."""
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=None,
-        max_new_tokens=TOKENS,
-        num_return_sequences=GROUP,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
+    drawn = {"do_sample": True, "temperature": TEMPERATURE, "top_k": None}
+    asked = {"max_new_tokens": TOKENS, "num_return_sequences": GROUP, "output_logits": True}
+    asked |= {"return_dict_in_generate": True, "pad_token_id": 0, "eos_token_id": None}
+    out = model.generate(input_ids=ids, attention_mask=mask, **drawn, **asked)
     tokens = out.sequences[:, -TOKENS:]
     rollout = _logprobs(torch.stack(out.logits, 1), tokens)
     whole = torch.cat((mask.repeat_interleave(GROUP, 0), torch.ones_like(tokens)), 1)
@@ -118,14 +110,12 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     options = parser.parse_args()
     rows = []
-    for family in options.families:
-        for precision in PRECISIONS:
-            for lora in (False, True):
-                found = steps(family, precision, options.steps, lora)
-                plain, exact = (max(each) for each in zip(*found, strict=True))
-                weights = "LoRA" if lora else "all"
-                rows.append([family, precision, weights, len(found), f"{plain:.1e}", f"{exact:g}"])
-                print(*rows[-1], flush=True)
+    for family, precision, lora in product(options.families, PRECISIONS, (False, True)):
+        found = steps(family, precision, options.steps, lora)
+        plain, exact = (max(each) for each in zip(*found, strict=True))
+        weights = "LoRA" if lora else "all"
+        rows.append([family, precision, weights, len(found), f"{plain:.1e}", f"{exact:g}"])
+        print(*rows[-1], flush=True)
     print(table(["family", "precision", "weights", "steps", "plain", "canonical"], rows))
 
 

@@ -81,6 +81,11 @@ _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 _DOTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 _DOTS |= {"n_group": 1, "topk_group": 1}
 _QSA = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_OF_GEMMA4 = (
+    *("vocab_size", "vocab_size_per_layer_input", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "top_k_experts"),
+    *("max_position_embeddings", "sliding_window", "tie_word_embeddings"),
+)
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {**_SSM, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {**_ALTERNATING, "rope_parameters": dict.fromkeys(ALTERNATING, _ROPE)},
@@ -104,14 +109,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "audio_config": {"adapter_out_dim": 64},
     },
     "dots3_note_text": {
-        "head_dim": 24,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 32,
-        "swa_kv_lora_rank": 32,
-        "swa_head_dim": 24,
-        "swa_qk_nope_head_dim": 16,
-        "swa_v_head_dim": 16,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank"), 32),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 16),
+        **dict.fromkeys(("head_dim", "swa_head_dim"), 24),
     },
     "ernie4_5_moe": {"num_hidden_layers": 3},
     "falcon_h1": {**_SSM, "mamba_d_ssm": 128},
@@ -125,27 +126,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "gemma4": {
         "text_config": {
-            "model_type": "gemma4_text",
-            "vocab_size": VOCAB,
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size": 64,
-            "hidden_size_per_layer_input": 0,
-            "intermediate_size": 96,
-            "num_hidden_layers": 4,
-            "layer_types": ALTERNATING,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "global_head_dim": 32,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "max_position_embeddings": POSITIONS,
-            "sliding_window": WINDOW,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 48,
-            "tie_word_embeddings": False,
+            **{name: SIZES[name] for name in _OF_GEMMA4},
+            **{"model_type": "gemma4_text", "hidden_size_per_layer_input": 0},
+            **{"num_hidden_layers": 4, "layer_types": ALTERNATING, "global_head_dim": 32},
+            **{"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            **{"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 48},
         },
     },
     "gemma4_text": {
@@ -189,12 +174,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {**_QSA, "indexer_budget": 24, "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64},
     "reformer": {
-        "num_hidden_layers": 2,
-        "attn_layers": ["local", "lsh"],
-        "axial_pos_shape": [16, 32],
-        "axial_pos_embds_dim": [16, 48],
-        "hash_seed": 0,
-        "num_buckets": 8,
+        **{"num_hidden_layers": 2, "attn_layers": ["local", "lsh"], "hash_seed": 0},
+        **{"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 48], "num_buckets": 8},
     },
     "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32},
     "smollm3": {**_WINDOWS, **_SLIDING},

@@ -7,14 +7,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.coin_reader.reading import read
 from benchmarks.coin_reader.tasks import TASKS
+from benchmarks.storyteller import evaluate as scores
+from benchmarks.storyteller import questions as stories
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
-from tinyspec.thinking.model import ThinkingModel
 from tinyspec.tools.demo import (
     AGAIN,
     BUNDLED,
@@ -41,8 +42,7 @@ def shown(capsys):
     assert len(found) <= 45 and max(map(len, found)) <= 100
     heads = [line.partition(":")[0] for line in found]
     assert heads.count("Rollback") == heads.count("No Rollback") == 1
-    assert found[-2].startswith("Proven: deterministic=True kept all ")
-    assert found[-1].startswith("Next: tinyspec ")
+    assert heads[-2:] == ["Proven", "Next"] and "deterministic=True kept all " in found[-2]
     return found
 
 
@@ -83,14 +83,6 @@ def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     assert demo(engine, 1, 5, patience=0.0) == 1
     out = capsys.readouterr().out
     assert "DIFFERENT: token " in out and "another text from token 3 on" in out
-
-
-def test_tokens_that_differ_are_marked(engine):
-    one = Demo(engine, 1, 4)
-    ids = engine.tokenizer(" Ana can run. Ben can sing.")["input_ids"]
-    same, rest = (engine.tokenizer.decode(part) for part in (ids[:5], ids[5:]))
-    assert one.marked(ids, 5) == f"{same.strip()}>>>{rest}"
-    assert one.marked(ids, None) == f"{same.strip()}{rest}"
 
 
 # The seed's figure, and what its labels are in the demo.
@@ -181,24 +173,14 @@ SHARES = (0.0, 0.5, 0.7, 0.85)
 
 
 def read_by_the_thinker(share, count):
-    """Held-out examples, their prompts as text, and what the engine made of them."""
+    """Held-out examples, and what the engine made of them."""
     tokenizer = AutoTokenizer.from_pretrained(THINKER)
     rng = Random(f"demo {share}")
     made = [TASKS["coin"].example(rng, rng.randint(0, 10), True, share) for _ in range(count)]
     prompts = [tokenizer.decode(tokenizer.convert_tokens_to_ids(e.prompt)) for e in made]
     with Engine.from_pretrained(THINKER) as engine:
         params = SamplingParams(max_new_tokens=3, thinking=True)
-        return made, prompts, engine.generate(prompts, params)
-
-
-def test_the_thinker_thinks_what_the_reading_thinks():
-    _, _, outputs = read_by_the_thinker(0.5, 12)
-    prompts = [output.prompt_token_ids for output in outputs]
-    reading = read(ThinkingModel.from_pretrained(THINKER), prompts)
-    thoughts = [[thought.token_ids for thought in output.thoughts] for output in outputs]
-    answers = [output.completions[0].token_ids[0] for output in outputs]
-    assert (thoughts, answers) == (reading.thoughts, reading.logits.argmax(-1).tolist())
-    assert sum(path.stat().st_size for path in Path(THINKER).iterdir()) < 2e6
+        return made, engine.generate(prompts, params)
 
 
 def right(made, outputs):
@@ -214,18 +196,65 @@ def right(made, outputs):
     return sum(said) / len(said), sum(x == y for x, y in pairs) / len(pairs)
 
 
-def test_the_thinker_is_right():
+AT_LENGTH = [pytest.param(n, 500, marks=pytest.mark.slow("thinking", 60)) for n in SHARES]
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.7, 12), *AT_LENGTH])
+def test_the_thinker_is_right(share, count):
     """Control: not about examples with another answer."""
-    made, _, outputs = read_by_the_thinker(0.7, 25)
+    made, outputs = read_by_the_thinker(share, count)
     answers, thoughts = right(made, outputs)
-    assert answers >= 0.96 and thoughts >= 0.99
+    assert answers >= 0.98 and thoughts >= 0.998
     others = [replace(example, answer=("edge", ".")) for example in made]
     assert right(others, outputs)[0] == 0
 
 
-@pytest.mark.slow("thinking", 60)
-@pytest.mark.parametrize("share", SHARES)
-def test_the_thinker_is_right_at_length(share):
-    made, _, outputs = read_by_the_thinker(share, 500)
-    answers, thoughts = right(made, outputs)
-    assert answers >= 0.98 and thoughts >= 0.998
+# The bundled models: what the package ships loads, fits, answers, stops and stays uncertain
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+QUESTIONS, FLOOR = 200, 0.85
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return scores.load(BUNDLED, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("folder", "most"), [(BUNDLED, 4e6), (THINKER, 2e6)], ids=["story", "coin"]
+)
+def test_folders_are_small(folder: Path, most: float) -> None:
+    assert 0 < sum(path.stat().st_size for path in Path(folder).iterdir()) < most
+
+
+def test_ids_and_dtype(loaded: Loaded) -> None:
+    model, tokenizer = loaded
+    assert scores.load(BUNDLED, "auto")[0].dtype == torch.bfloat16
+    assert model.config.vocab_size == len(tokenizer)
+    for settings in (model.config, model.generation_config):
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            assert getattr(settings, name) == getattr(tokenizer, name)
+    assert not model.generation_config.do_sample
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_chat_template(loaded: Loaded) -> None:
+    tokenizer = loaded[1]
+    said = ("What is 2 + 3?", "2 + 3 = 5.", "Tell me a story about a fox.")
+    roles = ("user", "assistant", "user")
+    messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == stories.chat_prompt([said[:2]], said[2])
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.slow("model types", 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_answers_held_out_questions(dtype: torch.dtype) -> None:
+    model, tokenizer = scores.load(BUNDLED, dtype)
+    questions = stories.held_out_questions(QUESTIONS, seed=1)
+    answers = scores.greedy_answers(model, tokenizer, [prompt for prompt, _ in questions])
+    right = [said == answer for (said, _), (_, answer) in zip(answers, questions, strict=True)]
+    assert sum(right) / QUESTIONS >= FLOOR
+    assert sum(stopped for _, stopped in answers) / QUESTIONS >= 0.99

@@ -21,26 +21,27 @@ def fp32(bits):
     return struct.unpack(">f", bits.to_bytes(4, "big"))[0]
 
 
-def output(number=0, **changes):
-    """Of three tokens."""
-    completion = {
-        "token_ids": [5, 6, 7],
-        "text": "abc",
-        "logprobs": [fp32(0xBF800000 + n) for n in range(3)],
-        "top_logprobs": [[(5, -1.0)], [(6, -1.0)], [(7, -1.0)]],
-        "finish_reason": "length",
+THREE = Completion(
+    token_ids=[5, 6, 7],
+    text="abc",
+    logprobs=[fp32(0xBF800000 + n) for n in range(3)],
+    top_logprobs=[[(5, -1.0)], [(6, -1.0)], [(7, -1.0)]],
+    finish_reason="length",
+)
+
+
+def output(number=0, parts=None, seed=3, **changes):
+    """Of three tokens. parts: of the fingerprint, that are others."""
+    parts = {**PARTS, **(parts or {})}
+    own = {name: changes.pop(name) for name in list(changes) if hasattr(THREE, name)}
+    given = {
+        "request_id": f"request-{number}",
+        "prompt_token_ids": [1, 2, number],
+        "params": SamplingParams(deterministic=True, temperature=1.0, seed=seed),
+        "completions": [replace(THREE, **own)],
+        **{"fingerprint": digest_of(parts), "fingerprint_parts": parts},
     }
-    own = {name: changes.pop(name) for name in list(changes) if name in completion}
-    parts = {**PARTS, **changes.pop("parts", {})}
-    return RequestOutput(
-        request_id=changes.pop("request_id", f"request-{number}"),
-        prompt_token_ids=changes.pop("prompt", [1, 2, number]),
-        params=SamplingParams(deterministic=True, temperature=1.0, seed=changes.pop("seed", 3)),
-        completions=[Completion(**{**completion, **own})],
-        fingerprint=digest_of(parts),
-        fingerprint_parts=parts,
-        **changes,
-    )
+    return RequestOutput(**given | changes)
 
 
 def only(report):
@@ -65,11 +66,7 @@ def test_the_same_in_any_order():
     [
         ({"token_ids": [5, 6, 8]}, 2, "token 7 -> 8"),
         ({"token_ids": [5, 6]}, 2, "token 7 -> (absent)"),
-        (
-            {"token_ids": [5, 6, 8], "logprobs": [fp32(0xBF800000), -1.0, -1.0]},
-            1,
-            "-> -1.0, token 7 -> 8 at 2",
-        ),
+        ({"token_ids": [5, 6, 8], "logprobs": [-1.0] * 3}, 1, "-> -1.0, token 7 -> 8 at 2"),
         ({"token_ids": [5, 6.0, 7]}, 1, "token 6 -> 6.0"),
         (
             {"logprobs": [fp32(0xBF800000), fp32(0xBF800005), fp32(0xBF800002)]},
@@ -77,11 +74,7 @@ def test_the_same_in_any_order():
             "log-probability -1.0000001192092896 -> -1.0000005960464478",
         ),
         ({"logprobs": None}, 0, "logprobs ["),
-        (
-            {"top_logprobs": [[(5, -1.0)], [(6, -2.0)], [(7, -1.0)]]},
-            1,
-            "top log-probabilities [(6, -1.0)] -> [(6, -2.0)]",
-        ),
+        ({"top_logprobs": [[(5, -1.0)], [(6, -2.0)]]}, 1, "top log-probabilities [(6, -1.0)] -> "),
         ({"finish_reason": "stop"}, None, "finish_reason 'length' -> 'stop'"),
         ({"text": "abd"}, None, "text 'abc' -> 'abd'"),
         ({"prompt_logprobs": [None, -1.0, -1.0]}, None, "prompt_logprobs (absent) -> ["),
@@ -94,29 +87,28 @@ def test_what_differs(changes, position, reason):
 
 def test_other_fingerprints_are_explained():
     other = output(parts={"threads": 1, "weights": "sha256 01", "torch": "2.13.0"})
-    verdict, position, reason = only(diff([output()], [other]))
-    assert (verdict, position) == ("not comparable", None)
-    assert reason == "threads 2 -> 1, torch 2.12.0 -> 2.13.0, weights; the bits are the same"
-    other = replace(output(token_ids=[5, 6, 8]), fingerprint="f" * 32, fingerprint_parts=None)
-    verdict, position, reason = only(diff([output()], [other]))
-    assert (verdict, position) == ("not comparable", 2)
-    assert reason == f"fingerprint {output().fingerprint} -> {'f' * 32}; token 7 -> 8"
+    found = "threads 2 -> 1, torch 2.12.0 -> 2.13.0, weights; the bits are the same"
+    assert only(diff([output()], [other])) == ("not comparable", None, found)
+    other = output(token_ids=[5, 6, 8], fingerprint="f" * 32, fingerprint_parts=None)
+    found = f"fingerprint {output().fingerprint} -> {'f' * 32}; token 7 -> 8"
+    assert only(diff([output()], [other])) == ("not comparable", 2, found)
 
 
 def test_other_requests():
     """Of the same name: told; of another: only in one of the files."""
-    verdict, _, reason = only(diff([output()], [output(seed=4)]))
-    assert (verdict, reason) == ("not comparable", "seed 3 -> 4; the bits are the same")
-    reason = only(diff([output()], [output(prompt=[1, 3, 0])]))[2]
+    own = output()
+    found = ("not comparable", None, "seed 3 -> 4; the bits are the same")
+    assert only(diff([own], [output(seed=4)])) == found
+    reason = only(diff([own], [output(prompt_token_ids=[1, 3, 0])]))[2]
     assert reason.startswith("prompts differ at token 1")
-    entries = diff([output(0), output(1)], [output(2), output(1)]).entries
+    both = replace(own, completions=own.completions * 2)
+    assert "1 completions -> 2" in only(diff([own], [both]))[2]
+    entries = diff([own, output(1)], [output(2), output(1)]).entries
     assert [(e.request_id, e.verdict) for e in entries] == [
         ("request-0", "only in the first"),
         ("request-1", "same"),
         ("request-2", "only in the second"),
     ]
-    both = replace(output(), completions=output().completions * 2)
-    assert "1 completions -> 2" in only(diff([output()], [both]))[2]
 
 
 def test_the_command(tmp_path, capsys):

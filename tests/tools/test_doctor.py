@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from huggingface_hub import constants
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from tests.support.cases import drain
+from tests.support.cases import bits_of, drain
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.sensitive import (
@@ -32,14 +31,8 @@ REFERENCE = 8
 SIZES = [2, 4, 8, 16, 20]
 DRAFTS = ["draft and verify"] * 2
 CONFIG = EngineConfig(reference_rows=REFERENCE, max_rows=20)
+pytestmark = pytest.mark.usefixtures("home")
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """A disk of their own: what a test breaks is not always part of a fingerprint."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    return tmp_path / "tinyspec"
 
 
 def sound():
@@ -47,31 +40,17 @@ def sound():
     return replace_linears(tiny(), RowByRowLinear)
 
 
-def replace(model, name, module):
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-    return model
-
-
-def broken_by(report):
-    return {fact.rows: list(fact.broken_by) for fact in report.facts.buckets if fact.broken_by}
-
-
 class Nudges(nn.Module):
-    """Around any module: at ``rows`` rows one bit of row ``row`` (default: all) is another."""
+    """Around any module: at 8 rows one bit of the sixth is another."""
 
-    def __init__(self, inner, rows=None, row=slice(None)):
+    def __init__(self, inner):
         super().__init__()
-        self.inner, self.rows, self.row = inner, rows, row
+        self.inner = inner
 
     def forward(self, x, **given):
-        out = self.inner(x, **given)
-        rows = x.shape[1]
-        late = isinstance(self.row, int) and self.row >= rows
-        if late or self.rows not in (None, rows):
-            return out
-        out = out.clone()
-        out[0, self.row] = torch.nextafter(out[0, self.row], torch.tensor(torch.inf))
+        out = self.inner(x, **given).clone()
+        if x.shape[1] == 8:
+            out[0, 5] = torch.nextafter(out[0, 5], torch.tensor(torch.inf))
         return out
 
 
@@ -79,8 +58,8 @@ def test_sound_model():
     report = doctor(sound(), CONFIG)
     assert report and report.problems == ()
     assert [fact.rows for fact in report.facts.buckets] == SIZES == report.facts.canonical
-    assert report.facts.reference == REFERENCE
-    assert report.facts.kernel_linears == () and not broken_by(report)
+    assert report.facts.reference == REFERENCE and report.facts.kernel_linears == ()
+    assert not any(fact.broken_by for fact in report.facts.buckets)
     assert all(fact.seconds > 0 for fact in report.facts.buckets)
     assert report.plans == dict.fromkeys(SIZES, "direct")
     assert report.model == "LlamaForCausalLM" and report.dtype == "float32"
@@ -88,7 +67,7 @@ def test_sound_model():
 
 
 PLANS = {
-    "auto": ["padded to 8 or drafts", "padded to 8 or drafts", "direct", *DRAFTS],
+    "auto": ["padded to 8 or drafts"] * 2 + ["direct", *DRAFTS],
     "always": ["draft and verify"] * 3 + DRAFTS,
 }
 
@@ -100,50 +79,47 @@ def test_shape_sensitive_linears(verify):
     model = replace_linears(tiny(), ShapeSensitiveLinear)
     report = doctor(model, dataclasses.replace(CONFIG, verify=verify))
     assert report and report.facts.canonical == [REFERENCE]
-    found = broken_by(report)
-    assert list(found) == [rows for rows in SIZES if rows != REFERENCE]
-    for names in found.values():
-        assert {name.rpartition(".")[2] for name in names} >= {"q_proj", "down_proj", "lm_head"}
     assert report.plans == dict(zip(SIZES, PLANS[verify], strict=True))
     lines = str(report).splitlines()
     (header,) = [n for n, line in enumerate(lines) if line.split()[:2] == ["bucket", "canonical"]]
     rows = [line.split() for line in lines[header + 1 : header + 1 + len(SIZES)]]
-    assert [row[0] for row in rows] == ["2", "4", "*8", "16", "20"]
-    assert [row[1] for row in rows] == ["no", "no", "yes", "no", "no"]
     for row, fact in zip(rows, report.facts.buckets, strict=True):
-        assert fact.canonical or "q_proj," in row
+        canonical = fact.rows == REFERENCE
+        assert row[:2] == (["*8", "yes"] if canonical else [str(fact.rows), "no"])
+        names = {name.rpartition(".")[2] for name in fact.broken_by}
+        assert names >= {"q_proj", "down_proj", "lm_head"} or (canonical and not names)
+        assert canonical or "q_proj," in row
     assert float(rows[2][2]) == pytest.approx(report.facts.buckets[2].seconds * 1e3, abs=0.01)
     assert "1 of 5 buckets are canonical" in str(report) and report.fingerprint in str(report)
 
 
-def test_position_sensitive_linear_is_named():
-    model, name = sound(), "model.layers.1.mlp.down_proj"
-    replace(model, name, PositionSensitiveLinear(model.get_submodule(name)))
-    report = doctor(model, CONFIG)
-    assert not report and name in report.problems[0] and "8 rows" in report.problems[0]
-    assert report.facts.canonical == [] and report.facts.unsound[0].name == name
-    assert report.fingerprint is None and report.plans == {}
-    with Engine(model, config=CONFIG) as engine, pytest.raises(DeterminismError, match=name):
-        engine.generate([[1, 2]], DETERMINISTIC)
+LAYER = "model.layers.1"
 
 
-def test_a_layer_that_breaks_the_reference_bucket_end_to_end():
+@pytest.mark.parametrize(
+    ("name", "kind", "found"),
+    [
+        (f"{LAYER}.mlp.down_proj", PositionSensitiveLinear, f"{LAYER}.mlp.down_proj"),
+        (f"{LAYER}.mlp", Nudges, f"{LAYER}.mlp: as a whole"),
+        (LAYER, Nudges, "model"),
+    ],
+)
+def test_what_breaks_the_reference_bucket_is_named(name, kind, found):
     """A module without attention inside is found by itself, a whole layer in the model's passes."""
     model = sound()
-    model.model.layers[1].mlp = Nudges(model.model.layers[1].mlp, rows=8, row=5)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, kind(model.get_submodule(name)))
     report = doctor(model, CONFIG)
-    assert not report and "model.layers.1.mlp: as a whole: at 8 rows" in report.problems[0]
-    model = sound()
-    model.model.layers[1] = Nudges(model.model.layers[1], rows=8, row=5)
-    report = doctor(model, CONFIG)
-    assert not report and "model: at 8 rows" in report.problems[0]
-    with Engine(model, config=CONFIG) as engine, pytest.raises(DeterminismError, match="model"):
+    assert not report and report.problems[0].startswith(f"{found}: at 8 rows")
+    assert report.facts.canonical == [] and report.facts.unsound[0].name == found
+    assert report.fingerprint is None and report.plans == {}
+    with Engine(model, config=CONFIG) as engine, pytest.raises(DeterminismError, match=found):
         engine.generate([[1, 2]], DETERMINISTIC)
 
 
 def test_a_rare_difference_of_attention(no_results_on_disk):
     """That only the many rows of a doctor show: the engine refuses from then on."""
-    with Engine(sound(), config=CONFIG) as engine:
+    with Engine(tiny(), config=CONFIG) as engine:
         engine.generate([[1, 2]], DETERMINISTIC)
         context = engine.served.context
         whole = context.kernels.paged_attention
@@ -183,17 +159,14 @@ def test_an_engine_keeps_its_pool_and_its_requests():
         with pytest.raises(ValueError, match="unfinished"):
             doctor(engine, fresh=True)
         done = drain(engine)
-        assert [bits(done[i]) for i in ids] == [bits(output) for output in alone]
+        assert bits_of([done[i] for i in ids]) == bits_of(alone)
         cache = engine.runner.cache
         # As integers: what no request has touched yet may hold any bits, NaN included.
-        before = [pool.view(torch.int32).clone() for pool in (*cache.k, *cache.v)]
+        pools = [pool.view(torch.int32) for pool in (*cache.k, *cache.v)]
+        before = [pool.clone() for pool in pools]
         assert doctor(engine, fresh=True).facts.canonical == report.facts.canonical
-        assert engine.runner.cache is cache
-        after = [pool.view(torch.int32) for pool in (*cache.k, *cache.v)]
-        assert all(map(torch.equal, before, after))
-        assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == [
-            bits(output) for output in alone
-        ]
+        assert engine.runner.cache is cache and all(map(torch.equal, before, pools))
+        assert bits_of(engine.generate(prompts(4), DETERMINISTIC)) == bits_of(alone)
 
 
 def test_requests_of_other_threads_wait(monkeypatch):
@@ -216,11 +189,11 @@ def test_requests_of_other_threads_wait(monkeypatch):
 
 
 def test_bad_arguments():
-    model = sound()
-    with Engine(model, config=CONFIG) as engine:
+    model, small = tiny(), EngineConfig(reference_rows=4, max_rows=4)
+    with Engine(model, config=small) as engine:
         with pytest.raises(ValueError, match="config"):
-            doctor(engine, CONFIG)
-        assert doctor(model, CONFIG), "another engine serves the same model"
+            doctor(engine, small)
+        assert doctor(model, small), "another engine serves the same model"
     with pytest.raises(ValueError, match="open"):
         doctor(engine)
 

@@ -63,6 +63,7 @@ def from_beside(clone, target, code):
     return run(sys.executable, "-S", "-c", code, folder=clone.parent, PYTHONPATH=libraries)
 
 
+@pytest.mark.slow("installation", 5)
 def test_editable_beside_a_clone_of_the_same_name(clone, target):
     """The folder ``tinyspec`` of the clone is not taken for a namespace package."""
     find = "from importlib.util import find_spec; print(find_spec('tinyspec').origin)"

@@ -5,8 +5,10 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +20,6 @@ from tinyspec.cli.main import main
 from tinyspec.tools.drawing import LEGEND, html, svg, timeline
 from tinyspec.tools.terminal import LOOKS, laid_out, lines
 from tinyspec.tools.trace import MODEL, cells_of, diagrams, find_verify, read
-
-KINDS = ("svg", "html")
 
 
 def traced(path, count, wrong=0.3):
@@ -36,7 +36,7 @@ def traced(path, count, wrong=0.3):
         return engine.stats()
 
 
-COUNT = 64
+COUNT = 24
 
 
 @pytest.fixture(scope="module")
@@ -59,87 +59,74 @@ def test_every_token_has_a_cell(saved):
     assert cells["rejected"] == stats.rolled_back > 0
     assert sum(one.record.rows["verify"] for one in run.passes) == stats.rows["verify"]
     drawn = Counter(re.findall(r'<rect class="(\w+)"', svg([timeline(run)])))
-    assert drawn["accepted"] == cells["accepted"] + 1, "and once in the legend"
-    assert drawn["rejected"] == cells["rejected"] + 1
+    for name in ("accepted", "rejected"):
+        assert drawn[name] == cells[name] + 1, "and once in the legend"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def drawing_of(words):
+    """The root of the SVG in a page, which XML's own parser can read."""
+    return ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
+
+
+@pytest.mark.parametrize("kind", ["svg", "html"])
 def test_the_command_draws(saved, kind, capsys, tmp_path):
-    path, _ = saved
     picture = tmp_path / f"run.{kind}"
-    assert main(["trace", str(path), "-o", str(picture)]) == 0
+    assert main(["trace", str(saved[0]), "-o", str(picture)]) == 0
     assert f"{COUNT} completions" in capsys.readouterr().out
     words = picture.read_text(encoding="utf-8")
     assert "prefers-color-scheme:dark" in words and "<title>request-0: " in words
     # Nothing is loaded: the one address is the name of the SVG format.
     assert set(re.findall(r"https?://[^\"' <]*", words)) == {"http://www.w3.org/2000/svg"}
-    assert "<script" not in words and "@import" not in words and "url(" not in words
-    ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-SEEDS = Path(__file__).parent / "seeds"
-DIGITS = str.maketrans(
-    "\N{SUBSCRIPT ZERO}\N{SUBSCRIPT ONE}\N{SUBSCRIPT TWO}\N{SUBSCRIPT THREE}\N{SUBSCRIPT FOUR}",
-    "01234",
-)
+    assert not any(loading in words for loading in ("<script", "@import", "url("))
+    assert drawing_of(words) is not None
 
 
 def seed(name):
-    return (SEEDS / f"{name}.txt").read_text(encoding="utf-8").translate(DIGITS)
-
-
-@dataclass
-class Stage:
-    """What enters a stage, its tokens, what the model makes of them, parts of the KV cache."""
-
-    enters: list
-    cells: list
-    outputs: list
-    kv: list
+    """One of the texts after which diagrams are drawn."""
+    words = (Path(__file__).parent / "seeds" / f"{name}.txt").read_text(encoding="utf-8")
+    return words.translate({ord("\N{SUBSCRIPT ZERO}") + n: str(n) for n in range(5)})
 
 
 def stages_of(diagram):
+    """What enters each stage, its tokens, what the model makes of them, parts of the KV cache."""
     found = []
     for first, *cache in diagram.stages.values():
         texts = [cell.text for cell in first]
         end = texts.index(MODEL.text) if MODEL.text in texts else len(first)
-        entering = [
-            cell.text.removesuffix(" \N{RIGHTWARDS ARROW}") for cell in first if not cell.colour
-        ]
-        cells = [cell for cell in first[:end] if cell.colour]
         found.append(
-            Stage(entering, cells, first[end + 1 :], [c for row in cache for c in row[1:]])
+            SimpleNamespace(
+                enters=[
+                    c.text.removesuffix(" \N{RIGHTWARDS ARROW}") for c in first if not c.colour
+                ],
+                cells=[cell for cell in first[:end] if cell.colour],
+                outputs=first[end + 1 :],
+                kv=[cell for row in cache for cell in row[1:]],
+            )
         )
     return found
-
-
-def labels_of(diagram):
-    """All that is written in it."""
-    rows = [row for stage in diagram.stages.values() for row in stage]
-    found = [diagram.title, *(cell.text for cell in diagram.legend), diagram.note]
-    found += [*diagram.stages, *(cell.text for row in rows for cell in row)]
-    return [label for label in found if label]
-
-
-def written(diagram, kind):
-    """All words of a diagram as they stand in a terminal, an SVG or a page."""
-    if kind == "terminal":
-        return " ".join(" ".join(lines(diagram, io.StringIO())).split())
-    drawing = laid_out(diagram)
-    words = svg([drawing]) if kind == "svg" else html([drawing], "a run")
-    root = ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
-    found = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    return " ".join(" ".join(found).split())
 
 
 def tokens_of(parts):
     """Of parts of the KV cache."""
     return sum(int(part.text.split()[0]) for part in parts)
+
+
+def written(diagram, kind):
+    """All words of a diagram as they stand in a terminal, an SVG or a page; none of its labels is
+    left out."""
+    if kind == "terminal":
+        words = lines(diagram, io.StringIO())
+    else:
+        drawing = laid_out(diagram)
+        root = drawing_of(svg([drawing]) if kind == "svg" else html([drawing], "a run"))
+        words = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    told = " ".join(" ".join(words).split())
+    rows = chain.from_iterable(diagram.stages.values())
+    labels = [diagram.title, diagram.note, *diagram.stages]
+    labels += [cell.text for row in (diagram.legend, *rows) for cell in row]
+    for label in filter(None, labels):
+        assert " ".join(label.split()) in told, label
+    return told
 
 
 class LiesOnce:
@@ -163,18 +150,19 @@ def verifies(tmp_path_factory):
     path = tmp_path_factory.mktemp("verify") / "run.json"
     mine, prompt = SamplingParams(max_new_tokens=16, deterministic=True), text(6, seed=4)
     config = EngineConfig(trace=True, verify="always", draft_window=3)
-    found = {}
-    with Engine(tiny(), config=config) as engine:
-        others = SamplingParams(max_new_tokens=30)
-        output = engine.generate([prompt, text(5), text(9)], [mine, others, others])[0]
-        engine.trace.save(path)
-        found[False] = read(path)
-    truth = prompt + output.completions[0].token_ids
-    with Engine(tiny(), config=replace(config, drafter=LiesOnce(truth))) as engine:
-        engine.generate([prompt], mine)
-        engine.trace.save(path)
-        found[True] = read(path)
-    return {rollback: (find_verify(run, rollback), run) for rollback, run in found.items()}
+
+    def run_of(drafter, prompts, params):
+        with Engine(tiny(), config=replace(config, drafter=drafter)) as engine:
+            output = engine.generate(prompts, params)[0]
+            engine.trace.save(path)
+            return read(path), output.completions[0].token_ids
+
+    others = SamplingParams(max_new_tokens=30)
+    run, tokens = run_of(None, [prompt, text(5), text(9)], [mine, others, others])
+    rolled_back, _ = run_of(LiesOnce(prompt + tokens), [prompt], mine)
+    return {
+        rollback: (find_verify(r, rollback), r) for rollback, r in enumerate((run, rolled_back))
+    }
 
 
 # Which seed each outcome is drawn after, and what the seed calls the token names in a cell.
@@ -184,8 +172,7 @@ OUTCOMES = {"dvr-with-rollback": True, "dvr-no-rollback": False}
 @pytest.mark.parametrize("kind", ["terminal", "html"])
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_a_verify_has_every_label_of_its_seed(verifies, name, kind):
-    diagram, _ = verifies[OUTCOMES[name]]
-    told, words = written(diagram, kind), seed(name)
+    told, words = written(verifies[OUTCOMES[name]][0], kind), seed(name)
     labels = re.findall(r'^\* "(.+)"$', words, re.MULTILINE)
     stages = re.findall(r"^\d\. \*\*(\w+)(?: & (\w+))?:\*\*", words, re.MULTILINE)
     labels += [stage for pair in stages for stage in pair if stage not in ("", "Final")]
@@ -193,62 +180,48 @@ def test_a_verify_has_every_label_of_its_seed(verifies, name, kind):
     tokens = set(re.findall(r"T\d'?(?!\w)", words))
     assert len(labels) >= 10 and len(tokens) >= 8
     for label in {*labels, *tokens, *re.findall(r"T\d ?\(=T\d'\)", words)}:
-        label = re.sub(r"(T\d)\(", r"\1 (", label)
-        assert label in told, label
-    for label in labels_of(diagram):
-        assert " ".join(label.split()) in told, label
+        assert re.sub(r"(T\d)\(", r"\1 (", label) in told, label
     assert ("rejected tokens" in told) == ("rejected" in words) == OUTCOMES[name]
     assert "Sequence and KV after accepting all tokens (including T4)" in told or OUTCOMES[name]
 
 
-def test_the_colours_of_the_cache_are_those_of_the_seed(verifies):
-    """Blue; blue over yellow; blue over green. And token marks, colour by colour."""
-    words = seed("dvr-with-rollback-2")
+@pytest.mark.parametrize("rollback", [False, True])
+def test_a_verify_says_what_is_so(verifies, rollback):
+    """Colours of the seed: of the cache blue, blue over yellow, blue over green, and of each token;
+    KV behind the last accepted token, and not the verifier's own; requests of each pass."""
     for stage in ("Blue cylinder (initial", "yellow lower section", "green lower section"):
-        assert stage in words
-    for rollback, (diagram, _) in verifies.items():
-        prefill, decode, verify, outcome = stages_of(diagram)
-        assert [part.colour for part in prefill.kv] == ["prompt"]
-        assert [part.colour for part in decode.kv][-1] == ("prompt" if rollback else "draft")
-        assert [part.colour for part in verify.kv][-1] == "accepted"
-        assert {cell.colour for cell in decode.cells[1:]} == {"draft"}
-        marks = [cell.colour for cell in verify.cells[1:]]
-        right, wrong = ["accepted"] * 2, ["rejected", "bonus", "rejected"]
-        assert marks == right + (wrong if rollback else ["accepted", "bonus"])
-        assert outcome.cells[-1].colour == "bonus" and outcome.kv == []
-    assert "\033[31m" in "\n".join(lines(verifies[True][0], Terminal()))
+        assert stage in seed("dvr-with-rollback-2")
+    diagram, run = verifies[rollback]
+    prefill, decode, verify, outcome = stages_of(diagram)
+    assert [part.colour for part in prefill.kv] == ["prompt"]
+    assert decode.kv[-1].colour == ("prompt" if rollback else "draft")
+    assert verify.kv[-1].colour == "accepted" and outcome.kv == []
+    assert {cell.colour for cell in decode.cells[1:]} == {"draft"}
+    marks = ["rejected", "bonus", "rejected"] if rollback else ["accepted", "bonus"]
+    assert [cell.colour for cell in verify.cells[1:]] == ["accepted", "accepted", *marks]
+    assert outcome.cells[-1].colour == "bonus"
 
-
-def test_a_verify_says_what_is_so(verifies):
-    """KV behind the last accepted token, and not the verifier's own; requests of each pass."""
-    for rollback, (diagram, run) in verifies.items():
-        prefill, decode, verify, outcome = stages_of(diagram)
-        lane = run.lanes[0]
-        number = int(diagram.title.rpartition(" ")[2])
-        (work,) = [w for one, w in run.of(lane) if one.record.number == number]
-        assert tokens_of(verify.kv) == work.kv
-        assert len(outcome.cells) == 1 + len(work.tokens) and work.kv == work.start + len(
-            work.tokens
-        )
-        assert tokens_of(prefill.kv) == work.prompt_tokens == 6
-        drafted = [w for one, w in run.of(lane) if w.kind == "draft" and one.record.number < number]
-        if not rollback:
-            held = tokens_of(decode.kv)
-            assert held == drafted[-1].kv + drafted[-1].kv_drafts
-        note = diagram.note
-        assert ("T3' dropped, T3 kept (the verifier's own)" in note) == rollback
-        assert ("cut behind" in note) is False and ("KV the next pass" in note) == rollback
-        others = [stage.enters[-1] for stage in (prefill, decode, verify)]
-        if rollback:
-            assert others == [
-                "other requests: 0",
-                "drafts of a drafter: no KV",
-                "other requests: 0",
-            ]
-        else:
-            assert others == ["other requests: 2"] * 3
-    plain = [line for d, _ in verifies.values() for line in lines(d, io.StringIO())]
+    number = int(diagram.title.rpartition(" ")[2])
+    works = [(one.record.number, work) for one, work in run.of(run.lanes[0])]
+    (work,) = [work for pass_number, work in works if pass_number == number]
+    assert tokens_of(verify.kv) == work.kv == work.start + len(work.tokens)
+    assert len(outcome.cells) == 1 + len(work.tokens)
+    assert tokens_of(prefill.kv) == work.prompt_tokens == 6
+    if not rollback:
+        drafted = [w for before, w in works if w.kind == "draft" and before < number][-1]
+        assert tokens_of(decode.kv) == drafted.kv + drafted.kv_drafts
+    note = diagram.note
+    assert ("T3' dropped, T3 kept (the verifier's own)" in note) == rollback
+    assert "cut behind" not in note and ("KV the next pass" in note) == rollback
+    others = "other requests: 0" if rollback else "other requests: 2"
+    drafting = "drafts of a drafter: no KV" if rollback else others
+    entered = [stage.enters[-1] for stage in (prefill, decode, verify)]
+    assert entered == [others, drafting, others]
+    plain = lines(diagram, io.StringIO())
     assert max(map(len, plain)) <= 100 and "\033" not in "".join(plain)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    assert ("\033[31m" in "\n".join(lines(diagram, terminal))) == rollback
 
 
 def test_prefill_and_decode_as_in_their_seed(tmp_path):
@@ -259,11 +232,11 @@ def test_prefill_and_decode_as_in_their_seed(tmp_path):
     assert main(["generate", *arguments]) == 0
     run = read(file)
     (diagram,) = diagrams(run)
-    told = [written(diagram, kind) for kind in ("terminal", *KINDS)]
     labels = set(re.findall(r'(?:[Ll]abeled|The) "([^"]+)"', words)) - {"can", "The"}
     assert {"Transformer Model", "prompt", "prefill", "decode", "kv cache"} <= labels
-    for label in {*labels - {"EoS/"}, "EoS", "fed back"} - {"can", "vary", "widely"}:
-        assert all(label in one for one in told), label
+    for told in [written(diagram, kind) for kind in ("terminal", "svg", "html")]:
+        for label in {*labels - {"EoS/"}, "EoS", "fed back"} - {"can", "vary", "widely"}:
+            assert label in told, label
     works = [work for _, work in run.of(run.lanes[0])]
     tokens = [token for work in works for token in work.tokens]
     prefill, decode = stages_of(diagram)
@@ -272,9 +245,6 @@ def test_prefill_and_decode_as_in_their_seed(tmp_path):
     assert [c.text for c in decode.outputs[:3]] == [c.text for c in decode.cells[1:4]]
     assert tokens_of(prefill.kv[:1]) == works[0].prompt_tokens == len(prefill.cells)
     assert tokens_of(decode.kv) == works[0].prompt_tokens + len(tokens) - 1
-    picture_file = tmp_path / "run.svg"
-    assert main(["trace", str(file), "-o", str(picture_file)]) == 0
-    assert "Transformer Model" in picture_file.read_text(encoding="utf-8")
 
 
 EMPTY = '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}'
@@ -315,4 +285,4 @@ def test_names_and_texts_of_every_kind(tmp_path):
     words = picture.read_text(encoding="utf-8")
     assert "<script>" not in words and "<b>" not in words and "&lt;script&gt;" in words
     assert not set("\x00\x1b\u2028\u202e\uffff") & set(words)
-    ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
+    assert drawing_of(words) is not None
