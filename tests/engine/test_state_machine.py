@@ -106,7 +106,7 @@ class OneEngine(RuleBasedStateMachine):
                 fault["armed"] = False
                 raise RuntimeError("armed")
 
-        model.model.layers[1].mlp.register_forward_pre_hook(fails_once)
+        model.model.layers[1].register_forward_pre_hook(fails_once)
         config["drafter"] = Liar(1) if drafter == "liar" else drafter
         self.engine = engine_of(model, page_size=page_size, num_pages=PAGES[page_size], **config)
         cost(self.engine, COSTS[seconds])

@@ -64,6 +64,7 @@ class AttentionMetadata:
     page_size:    tokens per page.
     exact:        whether the pass is canonical; in others a backend may use a faster reduction.
     derived:      what a backend computes once per pass and reuses in every layer.
+    kept:         what it leaves to the passes behind, as long as the pages are there.
     """
 
     page_table: Tensor
@@ -72,6 +73,7 @@ class AttentionMetadata:
     page_size: int
     exact: bool = True
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(

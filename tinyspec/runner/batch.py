@@ -91,12 +91,13 @@ class PackedPass:
 
 class PassMemory:
     """Where all passes of one engine lie, one after the other. fixed: whether passes of one shape
-    launch the same whatever they hold, as the Triton kernels' do.
+    launch the same whatever they hold, as the Triton kernels' do. kept: as of AttentionMetadata.
     """
 
     def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
         self._page_size, self._max_sequences = config.page_size, config.max_sequences
+        self.kept: dict[Any, Any] = {}
         self._buckets = buckets
         rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
         width = -(-config.max_model_len // config.page_size)
@@ -179,7 +180,8 @@ class PassMemory:
         torch.index_select(self._memory, 0, sources, out=ids)
         if not self._fixed:
             table = table[:, : packed.page_table.shape[1]]
-        metadata = AttentionMetadata(table, first_rows, lengths, self._page_size)
+        given = table, first_rows, lengths, self._page_size
+        metadata = AttentionMetadata(*given, kept=self.kept)
         batch = Batch(ids, positions, slots, metadata, packed.embeds)
         in_order = packed.in_order and not self._fixed
         return batch, None if in_order else keep[: shape.logit_rows]

@@ -118,6 +118,7 @@ class ModelRunner:
         """Free the pool's memory; no pass may be running."""
         self.drop_graphs()
         self._cache = None
+        self.memory.kept.clear()
         self._context.hold([], [], [])
         self.torch_state.stream.give_back()
 

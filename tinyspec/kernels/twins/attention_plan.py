@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ MAX_TILE_ROWS = 1 << 13
 # rows from position 1536 on take a fourth less time so in fp32; with few tiles the calls cost as
 # much as they save.
 ALONE_QUERIES, ALONE_TILES = 64, 8
+# Layouts of calls that are kept for the passes behind.
+KEPT = 4
 # torch multiplies so many query rows at a time, from 192 of them on twice as many, from 768 on 256.
 QUERY_UNIT = 32
 # Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0; and
@@ -197,12 +198,15 @@ def plan_calls(
     *,
     least: int,
     unit: int,
+    kept: dict[Any, Any] | None = None,
 ) -> list[TileCall]:
     """Calls for ``blocks``, each block padded to ``padded_queries``.
 
     group: query heads that share a head of the call, of which there are ``parts``. unit: where
-    blocks have one tile, the keys behind all contexts are left out in units of so many.
+    blocks have one tile, the keys behind all contexts are left out in units of so many. kept: what
+    passes leave to the next ones.
     """
+    kept = {} if kept is None else kept
     heights = {block.rows: padded_queries(block.rows, group, least) for block in blocks}
     batches: list[list[Block]] = []
     size = 0
@@ -216,7 +220,7 @@ def plan_calls(
         batches[-1].append(block)
         size += cost
     return [
-        _plan_call(batch, heights[batch[0].rows], page_size, causal, group, parts, unit)
+        _plan_call(batch, heights[batch[0].rows], page_size, causal, group, parts, unit, kept)
         for batch in batches
     ]
 
@@ -242,10 +246,17 @@ def _plan_call(
     group: int,
     parts: int,
     unit: int,
+    kept: dict[Any, _Layout],
 ) -> TileCall:
-    inside, owners, first, call = _layout(
-        tuple(block.shape(page_size) for block in blocks), queries, page_size, group, parts
-    )
+    shapes = tuple(block.shape(page_size) for block in blocks)
+    given = shapes, queries, page_size, group, parts
+    if (layout := kept.get(given)) is None:
+        layout = _layout(*given)
+        if all(block.rows == 1 for block in blocks):  # the next pass has it, until a tile is full
+            if len(kept) >= KEPT:
+                kept.clear()
+            kept[given] = layout
+    inside, owners, first, call = layout
     # Of every row of every tile its position from the tile's first key: [T, rows], or of one block
     # [1, rows].
     start = integers([block.position for block in blocks])[:, None]
@@ -263,11 +274,9 @@ def _plan_call(
     return replace(call, mask=mask, keys=keys)
 
 
-@lru_cache(maxsize=64)
 def _layout(
     shapes: tuple[BlockShape, ...], queries: int, page_size: int, group: int, parts: int
 ) -> _Layout:
-    """Of one pass after the other while sequences decode."""
     # How many blocks have a first tile, a second one, ...: those with most tiles come first.
     counts = [
         len([block for block in shapes if block.num_tiles > depth])
