@@ -3,6 +3,7 @@ committed half, lost or told twice."""
 
 from __future__ import annotations
 
+import _signal
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import tinyspec
 from tests.support import signals
 from tests.support.drop_in import PAD, SMALL
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams, interrupts
 
 CONFIG = EngineConfig(reference_rows=16)
 
@@ -170,3 +171,13 @@ def test_ctrl_c_at_once_while_transformers_runs(sigint):
         model.generate(ids, num_beams=2, **call)
     handle.remove()
     assert torch.equal(model.generate(ids, **call), expected)
+
+
+def test_a_handler_that_is_not_pythons_stays(monkeypatch):
+    """It could not be put back."""
+    monkeypatch.setattr(_signal, "getsignal", lambda number: None)
+    set_to = []
+    monkeypatch.setattr(_signal, "signal", lambda *args: set_to.append(args))
+    with interrupts.between_steps(), interrupts.at_once():
+        pass
+    assert set_to == []

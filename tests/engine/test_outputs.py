@@ -311,7 +311,8 @@ def test_stop_reasons():
     """Of the letters of one token the string that would come first, and of two such the longer."""
     recites = {"max_new_tokens": 5, "logits_processors": [Recites([5, 6, 7], 1)]}
     params = [SamplingParams(deterministic=r == 7, **recites, **more) for more, r in REASONS]
-    with Engine(tiny(), Spelled(["0"] * 7 + ["123"] * VOCAB)) as engine:
+    tokenizer, config = Spelled(["0"] * 7 + ["123"] * VOCAB), EngineConfig(reference_rows=16)
+    with Engine(tiny(), tokenizer, config) as engine:
         outputs = engine.generate([[1]] * len(params), params)
         streams = [list(engine.stream([[1]], each)) for each in params]
     for output, (*others, last), (_, reason) in zip(outputs, streams, REASONS, strict=True):

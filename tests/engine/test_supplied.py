@@ -1,10 +1,13 @@
 """Sequences whose tokens are supplied from outside: each waits for its next, with its logits."""
 
 from dataclasses import replace
+from threading import Thread
 
+import pytest
 import torch
 
 from tests.support.cases import text
+from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
@@ -90,6 +93,16 @@ def test_control_plain_rows_beside_others():
                 engine.abort(number)
             engine.step()
     assert not same(*found)
+
+
+@pytest.mark.parametrize("limits", [{"max_sequences": 2}, {"num_pages": 13}])
+def test_more_of_them_than_fit_come_to_an_end(limits):
+    """Who waits gives up its pages for another that has no logits yet."""
+    found = []
+    thread = Thread(target=lambda: found.extend(supplied(**limits)), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert torch.equal(*(torch.stack(each).argmax(-1) for each in (found, supplied())))
 
 
 def test_a_pass_that_fails_costs_one_request_and_nobody_waits_for_ever():

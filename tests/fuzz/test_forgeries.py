@@ -147,6 +147,9 @@ def test_audit_agrees_with_the_judge(benches):
     wrong = [found for bench in benches for found in bench.wrong(rng, 40, tally=tally)]
     assert not wrong, said(wrong)
     assert {verdict for _, verdict in tally} >= {SAME, DIFFERS}
+    honest = benches[0].outputs[0]
+    others = [replace(honest, params=honest.params.to_dict())]
+    assert benches[0].verdicts(honest, others) == [DIFFERS]
 
 
 @pytest.mark.slow("random use", 20, cases=10)

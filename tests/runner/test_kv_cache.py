@@ -29,14 +29,6 @@ def bytes_of(engine: Engine) -> int:
     return sum(tensor.nbytes for tensor in (*cache.k, *cache.v))
 
 
-def test_a_pool_that_does_not_fit_is_refused_with_the_bytes():
-    model = tiny()
-    config = EngineConfig(page_size=16, num_pages=10**9)
-    with pytest.raises(ValueError, match=rf"num_pages=10+ .* {10**9 * PAGE} bytes, and \d+ are"):
-        Engine(model, config=config)
-    Engine(model).close()  # it was left alone
-
-
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_pools_begin_as_zeros_for_triton_alone(backend, monkeypatch):
     """The twins take memory as pages are handed out."""
