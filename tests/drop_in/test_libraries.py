@@ -186,3 +186,14 @@ def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precisi
     found = steps(family, precision, 2, lora)
     assert [step.exact for step in found] == [0.0] * 2
     assert max(step.plain for step in found) > 0, "the control"
+
+
+def test_weights_changed_tells_of_writes_through_data():
+    with patched(tiny()) as model:
+        first, other = greedy(model, PROMPT, deterministic=True), tiny(seed=5)
+        before = model.generate.fingerprint
+        for parameter, values in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.copy_(values)
+        model.generate.weights_changed()
+        assert greedy(model, PROMPT, deterministic=True) == greedy(other, PROMPT) != first
+        assert model.generate.fingerprint != before
