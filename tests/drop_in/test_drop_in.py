@@ -57,6 +57,7 @@ PROCESSORS = {
     "repetition-penalty": lambda g: {"repetition_penalty": 3.0},
     "suppress": lambda g: {"suppress_tokens": [row[2] for row in g]},
     "sequence-bias": lambda g: {"sequence_bias": {(g[0][1],): -20.0, (g[1][0], 9): 30.0}},
+    "sequence-bias-lists": lambda g: {"sequence_bias": [[[g[0][1]], -20.0], [[g[3][0], 9], 30.0]]},
     "forced-eos-list": lambda g: {"forced_eos_token_id": [12, 13], "max_new_tokens": 5},
     "eos-list": lambda g: {"eos_token_id": [g[0][4], g[1][2], g[3][6]]},
     "eos-is-pad": lambda g: {"eos_token_id": g[0][4], "pad_token_id": g[0][4]},

@@ -243,7 +243,6 @@ def step(model):
 
 
 def hooks(model):
-    """On the model itself, and on one of its layers."""
     model.register_forward_hook(lambda m, a, out: setattr(out, "logits", out.logits / 2))
     model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out * 2)
 
@@ -316,14 +315,15 @@ def noisy():
 
 
 OF_FP8 = dataclasses.replace(CONFIG, kv_dtype="fp8_e4m3")
+ROUTED = {"output_router_logits": True}
 # A model, its config, what it is given.
 REFUSED = {
     "layers.0.mlp has backward hooks": (hooked, CONFIG, {}),
     "neftune_noise_alpha": (noisy, CONFIG, {}),
-    "output_router_logits": (lambda: tiny("qwen3_moe"), CONFIG, {"output_router_logits": True}),
+    "output_router_logits": (lambda: tiny("qwen3_moe"), CONFIG, ROUTED),
+    "config.output_router_logits": (lambda: zoo_tiny("qwen3_moe", **ROUTED), CONFIG, {}),
     "kv_dtype='fp8_e4m3'": (tiny, OF_FP8, {}),
     "labels.*BartForCausalLM has a loss": (lambda: tiny("bart"), CONFIG, {"labels": IDS}),
-    # By the module's own p, whatever the config says: test_labels has none.
     r"transformer\.drop\.p": (lambda: tiny("gpt2").train(), CONFIG, {}),
 }
 

@@ -7,6 +7,8 @@ What an engine does with each kind of change: tests/engine/test_changes.py."""
 from __future__ import annotations
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -130,6 +132,37 @@ def test_no_grad_and_inference_mode():
             assert all(p.grad is not None for p in model.parameters())
 
 
+def put_over(model):
+    """A method over ``model.forward`` that calls the one before, as TRL's trainers put it."""
+    before = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused=False, **kwargs):
+        assert self is not None and not fused
+        return before(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_a_method_over_the_forward(patched_first, forward):
+    """The engine's copy runs it around its own modules; a patched forward inside of it serves."""
+    prompt = random_ids(9)
+    with patched(tiny(), forward=True) as model:
+        expected = greedy(model, prompt, deterministic=True)
+        logits = model(torch.tensor([prompt])).logits
+    model = tiny()
+    if not patched_first:
+        put_over(model)
+    with patched(model, forward=forward):
+        if patched_first:
+            put_over(model)
+        assert greedy(model, prompt, deterministic=True) == expected
+        same = torch.equal(model(torch.tensor([prompt])).logits, logits)
+        assert same or not forward
+
+
 PROMPT = random_ids(11)
 BATCH = torch.tensor([random_ids(24, seed) for seed in range(3)])
 
@@ -186,3 +219,14 @@ def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precisi
     found = steps(family, precision, 2, lora)
     assert [step.exact for step in found] == [0.0] * 2
     assert max(step.plain for step in found) > 0, "the control"
+
+
+def test_weights_changed_tells_of_writes_through_data():
+    with patched(tiny()) as model:
+        first, other = greedy(model, PROMPT, deterministic=True), tiny(seed=5)
+        before = model.generate.fingerprint
+        for parameter, values in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.copy_(values)
+        model.generate.weights_changed()
+        assert greedy(model, PROMPT, deterministic=True) == greedy(other, PROMPT) != first
+        assert model.generate.fingerprint != before

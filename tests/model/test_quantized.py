@@ -77,9 +77,9 @@ PROVEN = {
     "torchao int8 weights": int8_weights,
     "bitsandbytes int8 without outliers": int8,
     "bitsandbytes nf4": int4,
-    "torchao int8 weights in groups": lambda: int8_weights(granularity=("PerGroup", 32)),
     "torchao int8 weights and rows": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
     "torchao float8 weights": lambda: torchao("Float8WeightOnlyConfig"),
+    "torchao int8 weights in groups": lambda: int8_weights(granularity=("PerGroup", 32)),
     "torchao int8 intx rows": lambda: torchao("Int8DynamicActivationIntxWeightConfig"),
     "bitsandbytes nf4, twice": lambda: int4(twice=True),
     "bitsandbytes fp4": lambda: int4("fp4"),
@@ -96,7 +96,7 @@ def settled(model):
 
 @pytest.mark.crossed(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", first(4, PROVEN, 2))
+@pytest.mark.parametrize("name", first(5, PROVEN, 2))
 def test_served_and_proven(folder, name, dtype):
     """And never replaced, whatever other linears are."""
     model = settled(load(folder, dtype=dtype, quantization_config=PROVEN[name]()))
