@@ -1,7 +1,5 @@
 """How far one prompt travels: no farther than was recorded."""
 
-from __future__ import annotations
-
 from benchmarks.count_files import count
 from tinyspec.engine import engine
 from tinyspec.kernels.twins import sample

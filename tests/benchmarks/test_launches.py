@@ -1,7 +1,5 @@
 """Launches of a pass, recorded without a GPU."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
