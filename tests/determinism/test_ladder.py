@@ -178,8 +178,8 @@ def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
 
 
 def test_a_proof_leaves_no_trace(monkeypatch):
-    """Nor of the model, which tests of the served copy tell."""
     model, random_state, stats = tiny(dtype=torch.bfloat16), torch.get_rng_state(), []
+    before, versions = everything(model), [p._version for p in model.parameters()]
     for how in (never, on_demand):
         how(monkeypatch)
         with Engine(model, config=replace(CONFIG, verify="padded")) as engine:
@@ -187,6 +187,8 @@ def test_a_proof_leaves_no_trace(monkeypatch):
             assert not engine.contract.changed()
             stats.append((engine.stats().committed, len(engine.records)))
     assert stats[0] == stats[1]
+    assert unlike(before, everything(model)) == []
+    assert [p._version for p in model.parameters()] == versions
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
