@@ -1,7 +1,5 @@
 """Every snippet of every README runs as it stands, on the bundled model and without a network."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

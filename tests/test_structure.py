@@ -1,7 +1,6 @@
 """The shape of the package: one direction of imports, short files, nothing tuned or atomic."""
 
 import ast
-import inspect
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -155,10 +154,3 @@ def test_new_tensors_name_dtype_and_device(name):
         if made and ast.unparse(node.func.value) == "torch" and node.func.attr in MAKE_TENSORS:
             given = {keyword.arg for keyword in node.keywords}
             assert given >= {"dtype", "device"}, f"{name}, line {node.lineno}"
-
-
-def test_public_names():
-    assert list(tinyspec.__all__) == sorted(set(tinyspec.__all__))
-    for name in tinyspec.__all__:
-        assert not inspect.ismodule(getattr(tinyspec, name))
-        assert getattr(tinyspec, name).__doc__

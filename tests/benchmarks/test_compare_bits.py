@@ -1,7 +1,5 @@
 """The comparison of stored bits: equal files pass, one bit fails. No model runs here."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,6 +1,5 @@
-"""Launches of a pass, recorded without a GPU."""
-
-from __future__ import annotations
+"""Launches of a pass, recorded without a GPU, and how far one prompt travels: no farther than was
+recorded."""
 
 from unittest.mock import patch
 
@@ -8,7 +7,10 @@ import pytest
 import torch
 
 from benchmarks import launches
+from benchmarks.count_files import count
 from benchmarks.presets import PRESETS, build
+from tinyspec.engine import engine
+from tinyspec.kernels.twins import sample
 
 
 def of_layers(kind, linear):
@@ -38,3 +40,15 @@ def test_launches_of_a_pass(kind, linear):
     rest = one.counts - layer
     assert rest.total() == 10
     assert rest["sample_kernel"] == rest["sample_merge_kernel"] == 1
+
+
+# Of a plain prompt: to lower with the numbers.
+MOST_FILES, MOST_UPWARDS = 54, 3
+
+
+def test_one_prompt():
+    found = count(deterministic=False)
+    assert len(found.upwards) <= MOST_UPWARDS, sorted(found.upwards)
+    assert len(found.files) <= MOST_FILES, sorted(found.files)
+    # Control: the way is seen from its one end to the other.
+    assert {engine.__file__, sample.__file__} <= found.files

@@ -1,7 +1,5 @@
 """The run of everything: results are there whenever it is cut, and steps keep to their time."""
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import product

@@ -1,7 +1,5 @@
 """Bytes and operations against numbers worked out by hand. Nothing runs here."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import roofline

@@ -1,7 +1,5 @@
 """``tinyspec batch``: one file of the same bytes, whatever actors, blocks and deaths there are."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tinyspec
+from tinyspec import Completion, RequestOutput, SamplingParams
 from tinyspec.cli.main import COMMANDS
 
 HEAVY = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "openai", "pydantic")
@@ -23,18 +24,24 @@ for arguments in %s:
     texts[" ".join(arguments)] = text.getvalue()
 from tinyspec import SamplingParams
 SamplingParams(temperature=1.0)
-print((texts, [name for name in %s if name in sys.modules], time.process_time()))
+seconds = time.process_time()
+import tinyspec.serve.probe
+print((texts, [name for name in %s if name in sys.modules], seconds))
 """
 NAMES = list(COMMANDS)
 
 
-def test_help_and_settings_load_no_library():
+def test_what_needs_no_model_loads_no_library(tmp_path):
+    """Help, versions, settings, a comparison of outputs, the probe of a server."""
+    output = RequestOutput("a", [5], SamplingParams(), [Completion([6], finish_reason="stop")])
+    (tmp_path / "outputs.jsonl").write_text(output.to_json())
     calls = [["--help"], ["--version"], *([name, "--help"] for name in NAMES)]
+    calls.append(["diff", *[str(tmp_path / "outputs.jsonl")] * 2])
     child = [sys.executable, "-c", CHILD % (calls, HEAVY)]
     done = subprocess.run(child, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     texts, loaded, seconds = ast.literal_eval(done.stdout)
-    assert loaded == []
+    assert loaded == [] and "1 same" in texts[" ".join(calls[-1])]
     assert seconds < 1, "of them all"
     assert texts["--version"].count("\n") == 1
     for name in ("tinyspec ", "Python ", "torch 2.", "transformers ", "triton "):
@@ -51,7 +58,8 @@ def test_names_are_where_type_checkers_find_them():
     homes = {alias.name: node.module for node in branch.body for alias in node.names}
     assert sorted(homes) == list(tinyspec.__all__)
     for name, home in homes.items():
-        assert getattr(tinyspec, name) is getattr(import_module(home), name)
+        found = getattr(tinyspec, name)
+        assert found is getattr(import_module(home), name) and found.__doc__
     assert set(tinyspec.__all__) <= set(dir(tinyspec))
 
 

@@ -1,7 +1,5 @@
 """Variables of the environment: one that changes the bits of a pass changes the fingerprint too."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

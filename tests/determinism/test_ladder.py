@@ -178,10 +178,8 @@ def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
 
 
 def test_a_proof_leaves_no_trace(monkeypatch):
-    model = tiny(dtype=torch.bfloat16)
-    before, stats = everything(model), []
-    versions = [p._version for p in model.parameters()]
-    random_state = torch.get_rng_state()
+    model, random_state, stats = tiny(dtype=torch.bfloat16), torch.get_rng_state(), []
+    before, versions = everything(model), [p._version for p in model.parameters()]
     for how in (never, on_demand):
         how(monkeypatch)
         with Engine(model, config=replace(CONFIG, verify="padded")) as engine:

@@ -1,7 +1,5 @@
 """What tells that a model has changed: every kind of change is seen, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,6 @@
 """lm-eval, by its ``HFLM`` on a patched model and by ``--model tinyspec``: scores that no batch
 size, order or way to the engine changes."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

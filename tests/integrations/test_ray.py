@@ -1,7 +1,5 @@
 """Engines as actors of Ray Data: no block, order, thread count or death changes a bit of a row."""
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """TRL's trainers compute the log-probabilities of the rollouts, by engine passes alone."""
 
-from __future__ import annotations
-
 import os
 import types
 from typing import Any

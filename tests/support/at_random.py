@@ -1,7 +1,5 @@
 """Random cases by hypothesis: the same ones for the same seed, none kept on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from hypothesis import HealthCheck, given, seed, settings

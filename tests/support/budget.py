@@ -13,8 +13,6 @@ A test that asks for ``case_seed`` is random: ``slow(family, seconds, cases=n)``
 as often as the family's share allows, each time with another seed.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What the tests of the contract have in common: models by dtype and kind, and their requests."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 Each takes the model and changes what its passes compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

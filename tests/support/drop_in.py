@@ -2,8 +2,6 @@
 transformers itself answers for one row alone.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """What tests of canonical forwards have in common: batches, what generation computed for them,
 gradients and how far they are off."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ prints, for each family and precision, with full weights and with LoRA, the larg
 all steps: of a plain forward, and of a canonical one.
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product

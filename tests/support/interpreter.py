@@ -4,8 +4,6 @@ Triton's interpreter multiplies through NumPy's BLAS, which picks its kernels by
 a row by its place. Here every product is added to its sum by itself, in order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

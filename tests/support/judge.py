@@ -3,8 +3,6 @@
 A batch is judged by its rows, each by itself and without pads. Knows nothing of the engine.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import random

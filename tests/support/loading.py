@@ -1,7 +1,5 @@
 """What the tests of loading have in common: one check of a served model, and what is left of it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -3,8 +3,6 @@
 An observer sees every operator's results, and so the storages that live at a time.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

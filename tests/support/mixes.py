@@ -1,7 +1,5 @@
 """Random mixes: needles that ask for determinism among crowds of everything else."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What must hold of an engine's pages after every step, however it is used."""
 
-from __future__ import annotations
-
 from collections import Counter
 from hashlib import blake2b
 

@@ -4,8 +4,6 @@ Of every operator, views and allocations too, and of every launch: its name, sha
 types of all tensors, all numbers, the grid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 """Ctrl-C in tests: the handler that they start from, and interrupts at moments that they choose;
 and forks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Thinking models with random weights, of which T thinks about some chunks and not about others."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

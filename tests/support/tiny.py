@@ -1,7 +1,5 @@
 """Tiny models with random weights, one of every family that this version serves."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -5,8 +5,6 @@ Rewrites the table in the model wing's README and ``tinyspec/model/supported.py`
     python -m tests.support.walk
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import defaultdict

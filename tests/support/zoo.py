@@ -4,8 +4,6 @@ The weights are drawn so that attention matters: what a model says next depends 
 it says many different things, and rarely has two of them nearly the same score.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from importlib.metadata import version

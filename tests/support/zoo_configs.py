@@ -2,8 +2,6 @@
 model type. Knows configs, not models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCAB = 192

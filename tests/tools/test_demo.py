@@ -102,14 +102,11 @@ LABELS = {
 @pytest.fixture(scope="module")
 def thinkers():
     with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(
-                Engine.from_pretrained(
-                    THINKER, config=EngineConfig(thinking_window=window, trace=True)
-                )
-            )
-            for name, window in WAYS.items()
-        }
+        engines = {}
+        for name, window in WAYS.items():
+            config = EngineConfig(thinking_window=window, trace=True)
+            engines[name] = stack.enter_context(Engine.from_pretrained(THINKER, config=config))
+        yield engines
 
 
 def rounds(out: str, column: int) -> tuple[list[int], list[str]]:
