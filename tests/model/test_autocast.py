@@ -129,7 +129,7 @@ def by_hooks(model):
     mlp.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None))
 
 
-@pytest.mark.parametrize("turn_on", [in_its_own_code, by_hooks, None], ids=str)
+@pytest.mark.parametrize("turn_on", [in_its_own_code, by_hooks, None])
 def test_anything_else_is_refused(turn_on):
     """Where plain requests are served. None: it is turned off, of an engine made under it."""
     model = tiny("llama", torch.bfloat16 if turn_on else torch.float32)

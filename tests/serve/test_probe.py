@@ -141,7 +141,7 @@ def test_controls(probe, fault):
         ({"seed"}, "chat, seeded"),
         (ALL - {"temperature", "seed"}, None),
     ],
-    ids=str,
+    ids=["temperature", "seed", "all others"],
 )
 def test_what_is_refused_is_left_out(probe, fields, left_out):
     status, printed, report = probe(takes=ALL - fields | {"max_completion_tokens"})
