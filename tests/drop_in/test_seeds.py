@@ -242,6 +242,8 @@ def test_without_a_seed_one_number_is_drawn(model, asked):
     transformers.set_seed(1)
     torch.randint(2**62, (1,))
     assert torch.equal(after, torch.get_rng_state())
+    equal = new_tokens(model, [PROMPTS[0]] * 2)
+    assert equal[0] != equal[1], "rows have seeds of their own"
 
 
 OTHERS = (
