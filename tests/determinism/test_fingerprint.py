@@ -106,12 +106,30 @@ def test_what_the_digests_see(tmp_path):
 
 
 def test_the_fingerprint_holds_it(monkeypatch):
-    with Engine(tiny(), config=EngineConfig(linear="never")) as engine:
-        own = engine.fingerprint
-        for digest, other in ((fingerprint.code_digest, False), (lambda *_: "other code", True)):
-            monkeypatch.setattr(fingerprint, "code_digest", digest)
-            engine.weights_changed()
-            assert (engine.fingerprint != own) == other
+    found = []
+    for digest in (fingerprint.code_digest, fingerprint.code_digest, lambda *_: "other code"):
+        monkeypatch.setattr(fingerprint, "code_digest", digest)
+        with Engine(tiny(), config=EngineConfig(linear="never")) as engine:
+            found.append(engine.fingerprint)
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_weights_that_change_change_one_part(told):
+    """What an engine knew before is what a new one finds; written through ``.data``, too."""
+    model, config = tiny(), EngineConfig(linear="never", verify_weights=told)
+    params = SamplingParams(max_new_tokens=1, deterministic=True)
+    with Engine(model, config=config) as engine:
+        parts = [engine.generate([[1, 2]], params)[0].fingerprint_parts]
+        for _ in range(2):
+            weight = model.lm_head.weight
+            (weight.data if told else weight.detach()).mul_(1.5)
+            known = engine.generate([[1, 2]], params)[0].fingerprint_parts
+            with Engine(model, config=config) as other:
+                assert known == other.generate([[1, 2]], params)[0].fingerprint_parts
+            parts.append(known)
+    assert len({part["weights"] for part in parts}) == 3
+    assert len({str({**part, "weights": ""}) for part in parts}) == 1
 
 
 def test_row_checksums():

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.support import zoo
 from tests.support.drop_in import random_ids
 from tests.support.tiny import tiny
+from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import install
 from tinyspec.model.fused_layer import FusedLayer, FusedNorm, GatedMlp
@@ -240,3 +241,21 @@ def test_fingerprints_tell_layers_apart(no_results_on_disk):
         with engine_of(tiny(), replace(SMALL_CONFIG, linear="never"), fused) as engine:
             found.append(engine.fingerprint)
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.slow("crosses", 6)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model and the twins are on a CPU")
+@pytest.mark.parametrize("linear", ["auto", "always"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_layers_by_interpreted_kernels(family, linear):
+    """A Triton engine fuses its layers unasked, and gives the tokens of the layers' own forward."""
+    model, found = zoo.tiny(family), []
+    for backend in ("triton", "torch"):
+        config = replace(SMALL_CONFIG, backend=backend, linear=linear)
+        with Engine(model, config=config) as engine:
+            assert bool(fused_in(engine.runner.model)) == (backend == "triton")
+            params = SamplingParams(max_new_tokens=4, logprobs=True)
+            found.append(engine.generate([PROMPT[:5]], params)[0].completions[0])
+    assert found[0].token_ids == found[1].token_ids
+    logprobs = (torch.tensor(one.logprobs, dtype=torch.float64) for one in found)
+    assert close(*logprobs, LOGPROBS)
