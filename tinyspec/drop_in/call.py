@@ -208,8 +208,12 @@ class Call:
         """SamplingParams of every request, but for seeds that nobody gives."""
         positions, vocabulary = max_positions(self._model), vocab_size(self._model)
         each = zip(self.prompts.each, self._settings, self.prepared, self._seeds(), strict=True)
+        made: dict[tuple[object, ...], SamplingParams] = {}
         for prompt, settings, prepared, seed in each:
-            params = prepared.params(seed, self._asked("deterministic", settings), vocabulary)
+            deterministic = self._asked("deterministic", settings)
+            key = id(prepared), seed, deterministic
+            if (params := made.get(key)) is None:
+                params = made[key] = prepared.params(seed, deterministic, vocabulary)
             if len(prompt) + params.most_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
@@ -231,7 +235,8 @@ class Call:
         for settings, prepared, seed in zip(self._settings, self.prepared, given, strict=True):
             base = self._asked("seed", settings) if seed is None else None
             base = self._defaults.seed if base is None and seed is None else base
-            SamplingParams(seed=base)  # raises
+            if base is not None:
+                SamplingParams(seed=base)  # raises
             bases.append(base if prepared.config.do_sample else None)
         if all(base is None for base in bases):
             return given
