@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,9 +21,6 @@ from tinyspec.model import openmp
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request
 
-# Seconds between calls that come at once, and that all of these may take: where nothing runs they
-# share the first pass, which would hold up the others.
-APART, MOST = 0.001, 0.02
 # Of a call that has no requests, and waits for nobody.
 URGENT = -math.inf
 
@@ -168,15 +164,12 @@ class AsyncWorker:
 
     def _take(self) -> bool:
         """Note what was told, once there is something to do; whether to go on."""
-        idle = not (self.stopped or any(call.unfinished for call in self._calls))
-        # Other threads may be using the engine, and calls wait for them.
-        waits, seconds, until = idle, LOOK if self.waiting else None, math.inf
+        waits = not (self.stopped or any(call.unfinished for call in self._calls))
         with suppress(Empty):
             while True:
-                call = self._told.get(waits, seconds)
-                now = time.monotonic()
-                until = min(until, now + MOST)
-                waits, seconds = idle and now < until, APART
+                # Other threads may be using the engine, and calls wait for them.
+                call = self._told.get(waits, LOOK if self.waiting else None)
+                waits = False
                 if call is None:
                     self.stopped = True
                 elif call.ended:
