@@ -83,6 +83,19 @@ def test_another_convolution_is_refused():
             Engine(model)
 
 
+def test_hooks():
+    """On the module they run, on the convolution inside of it they would not."""
+    model, called = zoo.tiny("lfm2"), []
+    layer = next(m for m in model.modules() if type(m).__name__ == "Lfm2ShortConv")
+    layer.register_forward_hook(lambda *_: called.append(1))
+    with engine_of(model) as engine:
+        engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
+        assert called
+        layer.conv.register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match="conv.conv has forward hooks"):
+            engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
+
+
 def test_weights_that_change():
     """Of the convolution too: another fingerprint and other tokens."""
     model = model_of("convolutions")

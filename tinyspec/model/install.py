@@ -151,6 +151,9 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         made, served.channels = conv_stand_ins(model, context)
     if len(made) != (count := recurrent_layers(model)):
         raise unsupported(model, f"of its {count} layers with a state {len(made)} are known")
+    # What these compute themselves.
+    if (reason := swap_refusal(model, [each.get_submodule("conv") for each in made])) is not None:
+        raise unsupported(model, reason)
     # Made before there are modules that run in passes only.
     layers: dict[nn.Module, nn.Module] = {}
     if fuses_layers(config) and served.autocast.dtype is None:
