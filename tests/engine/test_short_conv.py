@@ -92,7 +92,7 @@ def test_hooks():
         engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
         assert called
         layer.conv.register_forward_hook(lambda *_: None)
-        with pytest.raises(UnsupportedModelError, match="conv.conv has forward hooks"):
+        with pytest.raises(UnsupportedModelError, match=r"conv\.conv has forward hooks"):
             engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
 
 
