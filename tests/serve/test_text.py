@@ -95,6 +95,11 @@ def test_chat(client, bundled):
     for choice in whole.choices:
         told = (choice.message.content, choice.token_ids, choice.finish_reason)
         assert joined(chunks, choice.index) == told
+    options["continuous_usage_stats"] = True
+    found = client.chat.completions.create(**asked, stream=True, stream_options=options)
+    *counts, total = [chunk.usage.completion_tokens for chunk in found]
+    assert counts == sorted(counts) and len(set(counts)) > 2
+    assert counts[-1] == total == whole.usage.completion_tokens
 
 
 def test_completions(client):

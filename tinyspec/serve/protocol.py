@@ -102,6 +102,7 @@ class StreamOptions(Strict):
 
 class UsageOptions(StreamOptions):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far with every chunk
 
 
 class TextRequest(Strict):

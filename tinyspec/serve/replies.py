@@ -190,7 +190,10 @@ class Reply:
         yield "data: [DONE]\n\n"
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
-        counts = {"usage": usage} if self.body.stream_options.include_usage else {}
+        asked = self.body.stream_options
+        if asked.continuous_usage_stats:
+            usage = self.usage
+        counts = {"usage": usage} if usage or asked.include_usage else {}
         return sse({**self._head(self.chunk_kind), "choices": choices, **counts})
 
 
