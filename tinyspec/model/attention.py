@@ -7,7 +7,7 @@ interface. Neither knows requests; what a pass needs is in one ``AttentionContex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -111,9 +111,7 @@ class AttentionContext:
 
     def __init__(self, autocast: Autocast = NO_AUTOCAST) -> None:
         self.autocast = autocast
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
-        self.rows: list[Tensor] = []
+        self.hold()
         self.layers: list[AttentionCall] = []
         self.recorder: Attend | None = None
         self.metadata: AttentionMetadata | None = None
@@ -143,7 +141,9 @@ class AttentionContext:
         self.tape, self.thread = tape, get_ident()
         self._calls = self._convolutions = 0
 
-    def hold(self, k: list[Tensor], v: list[Tensor], rows: list[Tensor]) -> None:
+    def hold(
+        self, k: Sequence[Tensor] = (), v: Sequence[Tensor] = (), rows: Sequence[Tensor] = ()
+    ) -> None:
         """Passes read and write these pools from now on."""
         self.k, self.v, self.rows = k, v, rows
 
@@ -191,6 +191,17 @@ class AttentionContext:
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
         return self.metadata is not None and self.thread == get_ident()
+
+    def records(self) -> bool:
+        """Whether this thread's calls go to ``recorder``."""
+        return self.recorder is not None and self.thread == get_ident()
+
+    def _running(self) -> tuple[Kernels, AttentionMetadata, Tensor]:
+        """Kernels, metadata and slots of this thread's pass. Raises RuntimeError outside of one."""
+        metadata, slots = self.metadata, self.slot_mapping
+        if not self.serves() or metadata is None or slots is None:
+            raise RuntimeError(TAKEN)
+        return self.kernels, metadata, slots
 
     def leave_rope(self, rope: PendingRope) -> None:
         """Leave the rotation of the next attention call's q and k to the KV write."""
@@ -257,9 +268,7 @@ class AttentionContext:
 
         v may have another width than q and k: heads of the cache have the larger.
         """
-        kernels, metadata, slots = self.kernels, self.metadata, self.slot_mapping
-        if not self.serves() or metadata is None or slots is None:
-            raise RuntimeError(TAKEN)
+        kernels, metadata, slots = self._running()
         number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[number], self.v[number]
@@ -295,11 +304,9 @@ class AttentionContext:
 
     def convolve(self, number: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Short convolution ``number`` of a pass, of rows x [R, C]; weight [C, K], bias [C]."""
-        if self.recorder is not None and self.thread == get_ident():
+        if self.records():
             return x
-        kernels, metadata, slots = self.kernels, self.metadata, self.slot_mapping
-        if not self.serves() or metadata is None or slots is None:
-            raise RuntimeError(TAKEN)
+        kernels, metadata, slots = self._running()
         self._convolutions += 1
         (x,) = self.autocast.cast(x)
 
@@ -367,7 +374,7 @@ def paged_attention_function(
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D]."""
     context: AttentionContext = module.tinyspec_context  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if context.recorder is not None and context.thread == get_ident():
+    if context.records() and context.recorder is not None:
         known = {"softcap": softcap, "s_aux": s_aux, **kwargs}
         return context.recorder(module, query, key, value, attention_mask, scale=scale, **known)
     rope = context.take_rope(module, query, key)

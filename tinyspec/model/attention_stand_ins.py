@@ -170,7 +170,7 @@ class Trial:
         changes a table that it is given."""
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
-        context.k, context.v = (context.autocast.cast(like.new_zeros(cache)) for _ in range(2))
+        context.hold(*(context.autocast.cast(like.new_zeros(cache)) for _ in range(2)))
         context.layers = [replace(self.call, module=module, reach=Reach())]
         args, kwargs, *_ = self.given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}

@@ -8,7 +8,7 @@ for products, which may be cut in another way: ``Products`` is on while a pass r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -144,12 +144,13 @@ class Segment:
 class Tape:
     """What attention of one differentiable pass is given of the pass before it, and leaves to the
     next, by the number of the call: keys and values [M, Hkv, D], of which the last are those of the
-    sequence that goes on. segments: in the order of their rows; only the first may go on.
+    sequence that goes on; of a short convolution its rows [M, C]. segments: in the order of their
+    rows; only the first may go on.
     """
 
     segments: list[Segment]
-    before: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    after: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    before: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
+    after: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def attend(
         self,
@@ -208,10 +209,9 @@ class Tape:
         rows, reach = x[: self.segments[-1].end], weight.shape[1] - 1
         before = rows[:0]
         if (more := self.segments[0].keys - self.segments[0].end) > 0:
-            (before,) = self.before[~number]
+            (before,) = self.before["convolution", number]
             before = before[len(before) - min(more, reach) :]
-        # Under numbers that no attention call has.
-        self.after.setdefault(~number, (torch.cat((before, rows)),))
+        self.after.setdefault(("convolution", number), (torch.cat((before, rows)),))
 
         def plain(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
             found, taps = [], weight[:, None].to(x.dtype)

@@ -58,7 +58,7 @@ def _agrees(module: Any, context: AttentionContext) -> bool:
     rows = probe_rows((channels,), like.dtype, device)[None]
     if like.dtype == torch.float16:  # three of their products are multiplied
         rows = rows / 64
-    trial.hold([], [], list(trial.autocast.cast(rows.new_zeros(1, ROWS, 1, channels))))
+    trial.hold(rows=trial.autocast.cast(rows.new_zeros(1, ROWS, 1, channels)))
     place = torch.arange(ROWS, device=device)
     try:
         with scratch_weights(module):

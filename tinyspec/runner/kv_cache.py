@@ -57,11 +57,16 @@ class KVCache:
         self.k, self.v = ([pool(*shape) for shape in shapes] for _ in range(2))
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
         self.pools = (*self.k, *self.v, *self.rows)
-        self.kind = (served.layers, served.channels, served.dtype, dtype)
+        self.kind = self.kind_of(served, dtype)
         self.page_size = page_size
         self.written = 0
         # The probes read the first page without owning it.
         self.zero([0])
+
+    @staticmethod
+    def kind_of(served: ServedModel, dtype: torch.dtype) -> tuple[object, ...]:
+        """Equal for models that the same pages fit."""
+        return served.layers, served.channels, served.dtype, dtype
 
     @staticmethod
     def page_bytes(served: ServedModel, page_size: int, dtype: torch.dtype) -> int:

@@ -57,7 +57,7 @@ class ModelRunner:
         """Run this model from now on, on pages of its own where it has others; no pass may be
         running."""
         model, before = served.model, self._cache
-        self._context.hold([], [], [])  # the model of before is collected late
+        self._context.hold()  # the model of before is collected late
         self.graphs.clear()
         self.served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
@@ -68,7 +68,7 @@ class ModelRunner:
         self.dtype = served.dtype
         self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
         if before is not None:
-            if before.kind != (served.layers, served.channels, served.dtype, self.kv_dtype):
+            if before.kind != KVCache.kind_of(served, self.kv_dtype):
                 self.release()
             else:
                 self._context.hold(before.k, before.v, before.rows)
@@ -119,7 +119,7 @@ class ModelRunner:
         self.drop_graphs()
         self._cache = None
         self.memory.kept.clear()
-        self._context.hold([], [], [])
+        self._context.hold()
         self.torch_state.stream.give_back()
 
     @contextmanager

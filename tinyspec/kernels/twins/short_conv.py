@@ -9,21 +9,23 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.layers import written_rows
 
 
-def _places(metadata: AttentionMetadata, rows: int, back: int) -> tuple[Tensor, Tensor]:
-    """Of every row the slot of the position ``back`` before its own, and whether there is none:
-    once per pass."""
-    key = "places", rows, back
+def _places(metadata: AttentionMetadata, rows: int, taps: int) -> tuple[Tensor, Tensor]:
+    """[taps, R], oldest first: of every row the slots of the positions up to its own, and [taps, R,
+    1] whether there is none: once per pass."""
+    key = "places", rows, taps
     if key not in metadata.derived:
         ends, size = metadata.cu_seqlens_q[1:], metadata.page_size
         row = torch.arange(rows, dtype=torch.int32, device=ends.device)
         segment = torch.searchsorted(ends, row, right=True)
         padding = segment >= len(ends)
         segment.clamp_(max=len(ends) - 1)
-        position = metadata.seq_lens[segment] - (ends[segment] - row) - back
-        none = padding | (position < 0)
-        position = position.clamp(min=0).masked_fill(padding, 0).long()
+        own = metadata.seq_lens[segment] - (ends[segment] - row)
+        back = torch.arange(taps - 1, -1, -1, dtype=torch.int32, device=ends.device)
+        position = (own - back[:, None]).masked_fill_(padding, -1).long()
+        none = position < 0
+        position.clamp_(min=0)
         slots = metadata.page_table[segment, position // size].long() * size + position % size
-        metadata.derived[key] = slots, none[:, None]
+        metadata.derived[key] = slots, none[..., None]
     return metadata.derived[key]
 
 
@@ -51,7 +53,6 @@ def short_conv(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if bias is not None:
         total += bias.float()
-    for j, tap in enumerate(taps):
-        slots, none = _places(metadata, len(x), len(taps) - 1 - j)
+    for tap, slots, none in zip(taps, *_places(metadata, len(x), len(taps)), strict=True):
         total += held.index_select(0, slots).float().masked_fill_(none, 0) * tap
     return total.to(x.dtype)
