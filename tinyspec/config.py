@@ -16,6 +16,8 @@ LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 KV_DTYPES = ("auto", "fp8_e4m3")
 MAX_PAGE_SIZE = 1024
+# Tokens that a recurrent layer sums at once; its states are kept at multiples, from position 0 on.
+STATE_TILE = 16
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
 

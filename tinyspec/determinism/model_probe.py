@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinyspec.config import STATE_TILE
 from tinyspec.determinism.rows import same_bits, unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins.layers import CODES, stored, values
 from tinyspec.model.checksum import row_checksums
-from tinyspec.runner.batch import Batch, Part
+from tinyspec.runner.batch import Batch, Owned, Part
 from tinyspec.runner.model_runner import ModelRunner
 
 # Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile.
@@ -29,6 +30,8 @@ SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 
 # Rows of the sequence whose context goes beyond a split, and its place among them: there every
 # bucket's second pass begins.
 BEYOND, PLACE = 9, 4
+# Places of a ring: what is left of a tile before a segment, and the longest one.
+RING = 128
 # Log-probabilities compared a row.
 COLUMNS = 16
 # About so many rows are distinct; larger buckets repeat them.
@@ -104,8 +107,10 @@ class ModelProbe:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(runner.vocab_size, (distinct,), generator=generator)
         self._ids: list[int] = ids.tolist()
-        self._cache = runner.pages(self._copies * self._pages)
-        self._pools = [p.flatten(0, 1).flatten(1) for p in self._cache.pools]
+        states = len(self._segments), RING
+        self._cache = runner.pages(self._copies * self._pages, states=states)
+        self._rings = [part for layer in self._cache.states for part in layer[:-1]]
+        self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.pools, *self._rings)]
         self._fill_pages()
 
     def run_tokens(self, ids: Tensor, canonical: bool = True) -> None:
@@ -128,10 +133,10 @@ class ModelProbe:
             with nullcontext() if first else recording:
                 logits, _ = self._run(batch)
             parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
-            slots.append(batch.slot_mapping)
+            slots.append(self._slots(batch, self.distinct - first))
         self.tables = [torch.cat(table) for table in zip(*parts, strict=True)]
-        own = torch.cat(slots)[: self.distinct]
-        self.written = [pool.index_select(0, own) for pool in self._pools]
+        own = [torch.cat(each) for each in zip(*slots, strict=True)]
+        self.written = [p.index_select(0, at) for p, at in zip(self._pools, own, strict=True)]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
         numbers = (values(rows, self._runner.dtype) for rows in self.written)
@@ -154,22 +159,28 @@ class ModelProbe:
             live = rows - rows // 4 * (number % 2)
             batch = self._batch(first, rows, live)
             place = torch.arange(first, first + live, device=self._runner.device) % self.distinct
-            slots = batch.slot_mapping[:live]
-            for pool in self._pools:  # so that this pass must write what is compared
-                pool.index_fill_(0, slots, 0)
+            slots = self._slots(batch, live)
+            for pool, at in zip(self._pools, slots, strict=True):
+                pool.index_fill_(0, at, 0)  # so that this pass must write what is compared
             logits, seconds = self._run(batch)
             self.took[rows] = min(seconds, self.took.get(rows, seconds))
             kept = self._logit_rows(rows)
             kept = kept[kept < live]
             tables = [part[: len(kept)] for part in self._reduce(logits)]
             wrong = {"logits": self._differ(tables, self.tables, place[kept])}
-            written = [pool.index_select(0, slots) for pool in self._pools]
+            written = [p.index_select(0, at) for p, at in zip(self._pools, slots, strict=True)]
             wrong["keys and values"] = self._differ(written, self.written, place)
-            for pool, own in zip(self._pools, self.written, strict=True):
-                pool.index_copy_(0, slots, own[place])
+            for pool, own, at in zip(self._pools, self.written, slots, strict=True):
+                pool.index_copy_(0, at, own[place])
             if any(wrong.values()):
                 return " and ".join(name for name, differs in wrong.items() if differs)
         return None
+
+    def _slots(self, batch: Batch, live: int) -> list[Tensor]:
+        """Where the first ``live`` rows of a pass are written, by pool."""
+        pages, given = batch.slot_mapping[:live], batch.metadata.checkpoints
+        rings = pages if given is None else given.slots[:live]
+        return [pages] * len(self._cache.pools) + [rings] * len(self._rings)
 
     def _differ(self, found: list[Tensor], tables: list[Tensor], rows: Tensor) -> bool:
         """Whether ``found`` are other than these rows of the tables, where these are sound."""
@@ -191,12 +202,20 @@ class ModelProbe:
             own = pool[: self._pages]
             filled = torch.mul(noise, scale, out=own if own.dtype == noise.dtype else None)
             own.copy_(stored(filled, own.dtype))
+        for layer in self._cache.states:
+            for part in layer:
+                part.copy_(torch.randn(part.shape, generator=generator))
+            layer.gates.abs_().neg_()  # decays
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""
         for pool in self._cache.pools:
             copies = pool.view(self._copies, self._pages, *pool.shape[1:])
             copies[1:] = copies[:1]
+        for layer in self._cache.states:
+            for part in layer:
+                copies = part.view(self._copies, -1, *part.shape[1:])
+                copies[1:] = copies[:1]
 
     def _logit_rows(self, rows: int) -> Tensor:
         """Rows of a pass that are unembedded: all, or in a large pass as many as the reference
@@ -208,6 +227,7 @@ class ModelProbe:
         """``rows`` rows from ``first`` on, cyclically, those behind ``live`` padding; the first and
         the last of their segments may be cut."""
         parts: list[Part] = []
+        owned: list[Owned] = []
         left = rows if live is None else live
         number = next(n for n, segment in enumerate(self._segments) if first < segment.end)
         while left > 0:
@@ -216,9 +236,13 @@ class ModelProbe:
             begin = (segment.first + cut) % self.distinct
             ids = self._ids[begin : begin + min(segment.end - segment.first - cut, left)]
             parts.append((ids, segment.position + cut, segment.pages))
+            # What came since the state that precedes the segment is read from rings.
+            at = segment.position // STATE_TILE * STATE_TILE
+            owned.append((number % len(self._segments), at, at))
             left -= len(ids)
             number += 1
-        return Batch.of(parts, rows, self._page_size, self._runner.device)
+        states = owned, RING
+        return Batch.of(parts, rows, self._page_size, self._runner.device, states)
 
     def _run(self, batch: Batch, canonical: bool = True) -> tuple[Tensor, float]:
         """Logits of those rows of a pass that are unembedded, and seconds."""

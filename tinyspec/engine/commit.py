@@ -202,6 +202,9 @@ class Committer:
         the drafts and their values, and run the newest token alone."""
         sequence.drop_drafts()
         sequence.forbid_drafts()
+        if self.admission.checkpoints.on:  # its state may have moved over what was not good
+            self.admission.preempt(sequence)
+            return
         self.table.mark_final(np.array([sequence.row]))
         kept = max(sequence.computed, sequence.frozen)
         self.admission.truncate(sequence, kept)
@@ -342,5 +345,5 @@ class Committer:
             self.fail(sibling, error, cause)
         sequence.siblings = []
         sequence.error, sequence.cause = error, cause
-        self.admission.prefix.drop(sequence.pages)  # no other request starts from them
+        self.admission.prefix.discard(sequence)  # no other request starts from it
         self.end(sequence, "abort")

@@ -186,6 +186,10 @@ class EngineCore:
         before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
         launched = InFlightPass.of(work_pass, self.admission)
+        if (checkpoints := self.admission.checkpoints).on:
+            self.admission.prefix.keep_states(work_pass.works)
+            launched.moves = checkpoints.move(work_pass.works)
+            launched.copies = checkpoints.take_copies()
         try:
             self._draw_up(launched, before)
         except Exception as error:
@@ -211,12 +215,15 @@ class EngineCore:
             newest = np.stack([ends[some] - 1, sources[some]])
         if launched.verifies:
             launched.comparison = Comparison(launched, before, runner.device)
-        launched.packed = runner.memory.pack(launched.work_pass, fresh, wanted, newest)
+        given = launched.work_pass, fresh, wanted, newest, launched.moves
+        launched.packed = runner.memory.pack(*given)
         if self.thinker is not None:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
 
     def compute(self, launched: InFlightPass) -> Sampling:
         """The forward, what is sampled from its logits, and decisions on drafts."""
+        if launched.copies:
+            self.runner.cache.copy_states(launched.copies)
         if launched.error is not None:
             raise launched.error
         runner, sampler, hooks = self.runner, self.sampler, None

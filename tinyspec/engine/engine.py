@@ -92,10 +92,13 @@ class Engine(OneProcess):
         kernels = backend.load(config.backend)
         self.served = served = install(own, config, thinking, self.autocast)
         buckets = Buckets(config.max_rows, config.reference_rows, ladder(config, device))
-        num_pages = 1 if self._grows else most_pages(config, served)
-        self.pool = pool = PagePool(num_pages, config.page_size)
+        self.pool = pool = PagePool(1, config.page_size)
         self.admission = admission = Admission(config, pool)
-        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config)
+        self._states = admission.checkpoints.count, admission.checkpoints.ring
+        if not self._grows:
+            pool.resize(most_pages(config, served, self._states))
+        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config, self._states)
+        admission.checkpoints.on = bool(served.recurrent)
         check_parity(served, runner)
         self.core = EngineCore(config, admission, runner, drafter, tokenizer, self._thinker)
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
@@ -113,6 +116,7 @@ class Engine(OneProcess):
         extra = self._served_blocks(served)
         self.core.drain()
         self.served = served
+        self.admission.checkpoints.on = bool(served.recurrent)
         self.runner.serve(served)
         self.contract.serve(served, extra)
 
@@ -208,7 +212,7 @@ class Engine(OneProcess):
         self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
-            most = most_pages(self.config, self.served, self.runner.pages_taken)
+            most = most_pages(self.config, self.served, self._states, self.runner.pages_taken)
             if (pages := min(max(num_pages, there + there // 4), most)) > there:
                 self.core.drain()
                 self._give_back(pages)
@@ -369,5 +373,5 @@ class Engine(OneProcess):
         """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()
         if not (self._grows or self.runner.holds_memory or self.tracker.requests):
-            self.pool.resize(most_pages(self.config, self.served))
+            self.pool.resize(most_pages(self.config, self.served, self._states))
         return self._inputs

@@ -52,7 +52,7 @@ class InFlightPass:
     For the device, once it is packed: packed, samples; comparison: of drafts with what is sampled;
     targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give; before:
     a pass whose results were not in, until this one has run, which takes tokens where they lie;
-    error: why it could not be packed.
+    moves, copies: of recurrent states, as of ``Checkpoints``; error: why it could not be packed.
     """
 
     work_pass: Pass
@@ -70,6 +70,8 @@ class InFlightPass:
     comparison: Comparison | None = None
     targets: Tensor | None = None
     before: InFlightPass | None = None
+    moves: Array | None = None
+    copies: list[tuple[int, int]] = field(default_factory=list)
     error: Exception | None = None
 
     @classmethod

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,12 @@ LOGS = "_LOG"
 MODULES = {
     "triton": (
         *("kv_write", "paged_attention", "accept", "sample", "hidden_states", "experts"),
-        "short_conv",
+        *("short_conv", "recurrent"),
     ),
-    "torch": ("twins.layers", "twins.attention", "twins.sample", "twins.short_conv"),
+    "torch": (
+        *("twins.layers", "twins.attention", "twins.sample", "twins.short_conv"),
+        "twins.recurrent",
+    ),
 }
 
 
@@ -51,6 +54,36 @@ class Kernels:
     grouped_linear: Callable[..., Any]
     add_experts: Callable[..., Any]
     short_conv: Callable[..., Any]
+    recurrent: Callable[..., Any]
+    keep_rows: Callable[..., Any]
+
+
+@dataclass
+class Checkpoints:
+    """Of a pass through layers with a recurrent state. Each segment's sequence has a state, as it
+    is after ``at`` of its tokens, and a ring of places for what its rows since then were.
+
+    owners: [S] int32, which state and which ring. at: [S] int32, 0 for none; a multiple of
+    STATE_TILE, like ``to``: [S] int32, up to which token the pass moves the state; ``at``: it
+    stays. slots: [R] int64, place of each row in the rings, -1 for none.
+    """
+
+    owners: Tensor
+    at: Tensor
+    to: Tensor
+    slots: Tensor
+
+
+class LayerStates(NamedTuple):
+    """What one recurrent layer keeps of N sequences. In rings of L places what its last rows were:
+    conv [N, L, C], which its convolution reads, k [N, L, Hk * Dk], v [N, L, H * Dv] and gates
+    [N, L, 2 * H] fp32. state: [N, H, Dk, Dv] fp32."""
+
+    conv: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Tensor
+    state: Tensor
 
 
 @dataclass
@@ -65,6 +98,7 @@ class AttentionMetadata:
     exact:        whether the pass is canonical; in others a backend may use a faster reduction.
     derived:      what a backend computes once per pass and reuses in every layer.
     kept:         what it leaves to the passes behind, as long as the pages are there.
+    checkpoints:  where layers with a recurrent state begin; None where there are none.
     """
 
     page_table: Tensor
@@ -74,6 +108,7 @@ class AttentionMetadata:
     exact: bool = True
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    checkpoints: Checkpoints | None = None
 
     @classmethod
     def of(

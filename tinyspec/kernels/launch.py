@@ -129,6 +129,9 @@ ACCEPT = RowLaunch(32, num_warps=1)
 SORT = RowLaunch(1024, num_warps=4)
 ADD_EXPERTS = RowLaunch(512, num_warps=1)
 SHORT_CONV = RowLaunch(512, num_warps=1)
+# Columns of a recurrent layer's values, numbers of a row that is kept.
+RECURRENT = RowLaunch(32, num_warps=4)
+KEEP_ROWS = RowLaunch(1024, num_warps=2)
 # Segments that a program looks through at a time for that of its row.
 SEGMENTS = 64
 

@@ -4,8 +4,9 @@ sequence, each channel by itself.
     y[r] = bias + sum over j of weight[:, j] * x[position of r - (K - 1 - j)],  j = 0 .. K - 1
 
 x [R, C] in one dtype, weight [C, K]; a row before the first of its sequence is 0. Rows of the same
-segment are read where they are given, those before it from the pages; every row is written to its
-slot. A program owns BLOCK channels of one row. Summed in fp32, oldest first, and rounded once.
+segment are read where they are given, those before it from the pages, and every row is written to
+its slot; or from rings, to which ``keep_rows`` writes. A program owns BLOCK channels of one row.
+Summed in fp32, oldest first, and rounded once.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def short_conv_kernel(
     stride_table,
     K: tl.constexpr,
     BIAS: tl.constexpr,
+    RING: tl.constexpr,  # table_ptr: [S] int32, rings of page_size tokens
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -62,10 +64,11 @@ def short_conv_kernel(
     position = tl.load(length_ptr + segment) - (end - row)
     pages = table_ptr + segment.to(tl.int64) * stride_table
 
-    slot = tl.load(slot_ptr + row)
-    own = tl.load(x_row + channel, mask=mask, other=0.0)
-    if slot >= 0:
-        tl.store(pool_ptr + slot * channels + channel, own, mask=mask)
+    if not RING:
+        slot = tl.load(slot_ptr + row)
+        own = tl.load(x_row + channel, mask=mask, other=0.0)
+        if slot >= 0:
+            tl.store(pool_ptr + slot * channels + channel, own, mask=mask)
     total = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
@@ -74,7 +77,8 @@ def short_conv_kernel(
         at = position - back
         given = live & (row - back >= first)
         stored = live & (row - back < first) & (at >= 0)
-        page = tl.load(pages + at // page_size, mask=stored, other=0).to(tl.int64)
+        number = 0 if RING else at // page_size
+        page = tl.load(pages + number, mask=stored, other=0).to(tl.int64)
         there = pool_ptr + (page * page_size + at % page_size) * channels
         held = tl.load(there + channel, mask=channel < tl.where(stored, channels, 0), other=0.0)
         before = x_row - back * stride_x * VEC
@@ -93,11 +97,13 @@ def short_conv(
     pool: Tensor,
     slot_mapping: Tensor,
     metadata: AttentionMetadata,
+    ring: bool = False,
 ) -> Tensor:
     """The convolution of the rows of a pass, [R, C].
 
     x [R, C], weight [C, K], read in the dtype of x, bias [C] or None, pool [N, page_size, 1, C]
-    in the dtype of x, slot_mapping [R] int64 as for the KV write. Padding rows get the bias.
+    in the dtype of x, slot_mapping [R] int64 as for the KV write. ring: the pool [N, L, C] is of
+    ``metadata.checkpoints``, and only read. Padding rows get the bias.
     """
     rows, channels = x.shape
     assert weight.shape[0] == channels == pool.shape[-1] and pool.dtype == x.dtype
@@ -110,7 +116,10 @@ def short_conv(
     if rows == 0:
         return out
     entry = launch.SHORT_CONV
-    table = metadata.page_table
+    table, size = metadata.page_table, metadata.page_size
+    if ring:
+        assert metadata.checkpoints is not None
+        table, size = metadata.checkpoints.owners, pool.shape[1]
     short_conv_kernel[(rows, triton.cdiv(channels, entry.block))](
         x_ptr=x,
         weight_ptr=weight,
@@ -124,10 +133,11 @@ def short_conv(
         channel_units=channels // vec,
         stride_x=x.stride(0) // vec,
         segments=len(metadata.seq_lens),
-        page_size=metadata.page_size,
+        page_size=size,
         stride_table=table.stride(0),
         K=weight.shape[1],
         BIAS=bias is not None,
+        RING=ring,
         VEC=vec,
         BLOCK=entry.block,
         BLOCK_S=launch.SEGMENTS,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tinyspec.kernels.backend import AttentionMetadata, Kernels
+from tinyspec.kernels.backend import AttentionMetadata, Kernels, LayerStates
 from tinyspec.model.gradients import Tape
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
@@ -103,8 +103,9 @@ class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
     kernels: set before the first pass. k, v: the pool, by attention call. rows: of each short
-    convolution, in order of the modules. layers: the attention calls of a pass, in order. autocast:
-    of the forward that they are a part of. A forward in another thread is refused.
+    convolution, in order of the modules; states: of each recurrent layer, in order of its calls.
+    layers: the attention calls of a pass, in order. autocast: of the forward that they are a part
+    of. A forward in another thread is refused.
     """
 
     kernels: Kernels
@@ -122,7 +123,7 @@ class AttentionContext:
         # A norm, hidden states, and what the norm gives them, computed before it is called.
         self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
         self._pending: PendingRope | None = None
-        self._calls = self._convolutions = 0
+        self._calls = self._convolutions = self.scans = 0
 
     def record(self, recorder: Attend | None, positions: Tensor | None = None) -> None:
         """Send this thread's attention calls to ``recorder``; None ends it."""
@@ -139,13 +140,17 @@ class AttentionContext:
         """A pass begins in this thread; tape: of one that is differentiated."""
         self.metadata, self.slot_mapping, self.positions = metadata, slot_mapping, positions
         self.tape, self.thread = tape, get_ident()
-        self._calls = self._convolutions = 0
+        self._calls = self._convolutions = self.scans = 0
 
     def hold(
-        self, k: Sequence[Tensor] = (), v: Sequence[Tensor] = (), rows: Sequence[Tensor] = ()
+        self,
+        k: Sequence[Tensor] = (),
+        v: Sequence[Tensor] = (),
+        rows: Sequence[Tensor] = (),
+        states: Sequence[LayerStates] = (),
     ) -> None:
         """Passes read and write these pools from now on."""
-        self.k, self.v, self.rows = k, v, rows
+        self.k, self.v, self.rows, self.states = k, v, rows, states
 
     def check(self) -> None:
         """Raise RuntimeError if the forward that ended made fewer attention calls than recorded at
@@ -155,11 +160,13 @@ class AttentionContext:
                 f"the model called attention {self._calls} times in a pass, {len(self.layers)} "
                 "times when it was loaded: which of its layers run must not depend on its rows"
             )
-        if self._convolutions != len(self.rows):
-            raise RuntimeError(
-                f"the model ran {self._convolutions} short convolutions in a pass and has "
-                f"{len(self.rows)}: which of its layers run must not depend on its rows"
-            )
+        convolutions = "short convolutions", self._convolutions, len(self.rows)
+        for kind, ran, there in (convolutions, ("recurrent layers", self.scans, len(self.states))):
+            if ran != there:
+                raise RuntimeError(
+                    f"the model ran {ran} {kind} in a pass and has {there}: which of its layers "
+                    "run must not depend on its rows"
+                )
         if self._pending is not None:
             raise RuntimeError("a layer rotated q and k and then did not call attention")
 
@@ -196,7 +203,7 @@ class AttentionContext:
         """Whether this thread's calls go to ``recorder``."""
         return self.recorder is not None and self.thread == get_ident()
 
-    def _running(self) -> tuple[Kernels, AttentionMetadata, Tensor]:
+    def running(self) -> tuple[Kernels, AttentionMetadata, Tensor]:
         """Kernels, metadata and slots of this thread's pass. Raises RuntimeError outside of one."""
         metadata, slots = self.metadata, self.slot_mapping
         if not self.serves() or metadata is None or slots is None:
@@ -268,7 +275,7 @@ class AttentionContext:
 
         v may have another width than q and k: heads of the cache have the larger.
         """
-        kernels, metadata, slots = self._running()
+        kernels, metadata, slots = self.running()
         number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[number], self.v[number]
@@ -306,7 +313,7 @@ class AttentionContext:
         """Short convolution ``number`` of a pass, of rows x [R, C]; weight [C, K], bias [C]."""
         if self.records():
             return x
-        kernels, metadata, slots = self._running()
+        kernels, metadata, slots = self.running()
         self._convolutions += 1
         (x,) = self.autocast.cast(x)
 

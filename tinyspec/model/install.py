@@ -33,6 +33,7 @@ from tinyspec.model.linears import calls_interface, kernel_stand_ins
 from tinyspec.model.moe import expert_stand_ins
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
+from tinyspec.model.recurrent import recurrent_stand_ins
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.short_conv import conv_stand_ins
 from tinyspec.model.supported import (
@@ -149,8 +150,9 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     with TorchState(model.device)(), served.autocast.on():
         made, served.channels = conv_stand_ins(model, context)
-    if len(made) != (count := recurrent_layers(model)):
-        raise unsupported(model, f"of its {count} layers with a state {len(made)} are known")
+        recurrent, served.recurrent = recurrent_stand_ins(model, context)
+    if len(made) + len(recurrent) != (count := recurrent_layers(model)):
+        raise unsupported(model, f"of its {count} layers with a state {len(made) + len(recurrent)} are known")
     # What these compute themselves.
     if (reason := swap_refusal(model, [each.get_submodule("conv") for each in made])) is not None:
         raise unsupported(model, reason)
@@ -159,7 +161,7 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     if fuses_layers(config) and served.autocast.dtype is None:
         with TorchState(model.device)():
             layers = layer_stand_ins(model, context, last)
-    served.swap(made)
+    served.swap(made | recurrent)
     _swap_attention(served, last)
     served.swap(layers)
     if config.linear == "always":

@@ -16,6 +16,7 @@ from tinyspec.model.linears import RowTiles, calls_interface
 from tinyspec.model.outline import IDLE, Outline
 from tinyspec.model.positions import RopeTable
 from tinyspec.model.quantized import is_packed, repack_weights, trace
+from tinyspec.model.recurrent import RecurrentShape
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.torch_state import Autocast
 
@@ -41,7 +42,7 @@ class ServedModel:
     and values.
 
     layers: heads of every attention call of a forward, in order. channels: of every short
-    convolution, in order of the modules. swapped: in the order of swapping.
+    convolution, recurrent: of every recurrent layer, in order of the modules. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
     written: names of buffers, and parameters of the user's modules, that passes were seen to write
     to since weights changed otherwise.
@@ -56,6 +57,7 @@ class ServedModel:
         self.dtype = autocast.dtype or self.model.dtype
         self.layers: list[LayerShape] = []
         self.channels: list[int] = []
+        self.recurrent: list[RecurrentShape] = []
         self.keeps_logits = True
         self.swapped: list[Swapped] = []
         self.tiles = RowTiles(self.context)

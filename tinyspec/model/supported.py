@@ -46,11 +46,14 @@ smollm3 solar_open stablelm starcoder2 vaultgemma whisper xlm-roberta xlm-robert
 """
 SERVED = frozenset(SERVED_TYPES.split())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "conv"}
+LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("conv", "linear_attention", "hybrid", "mlp", "moe"),
+}
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-# Of a layer with a state; served where that is a short convolution's.
-RECURRENT = "LinearAttentionLayer"
+# Of a layer with a state, alone or beside attention; served where its module is known.
+RECURRENT = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
 # Introspection and the parity check run at so many positions, whatever max_model_len is.
 LEAST_POSITIONS = 64
 # What configs call the longest sequence.
@@ -69,8 +72,7 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "it has cross-attention"
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or ()
-    served = CACHE_LAYERS | ({RECURRENT} if "conv" in kinds else set())
-    kept = {type(layer).__name__ for layer in _cache_layers(text)} - served
+    kept = {type(layer).__name__ for layer in _cache_layers(text)} - CACHE_LAYERS - RECURRENT
     if kept:
         return f"it keeps state other than keys and values ({', '.join(sorted(kept))})"
     others = set(kinds) - LAYER_TYPES
@@ -84,7 +86,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 def recurrent_layers(model: PreTrainedModel) -> int:
     """How many layers of the model's own cache keep a state."""
     layers = _cache_layers(model.config.get_text_config(decoder=True))
-    return [type(layer).__name__ for layer in layers].count(RECURRENT)
+    return sum(type(layer).__name__ in RECURRENT for layer in layers)
 
 
 def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:

@@ -40,9 +40,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return same and bool(a.min() != a.max())
 
 
-def close(found: Tensor, own: Tensor) -> bool:
-    """Whether [1, ROWS, N] are equal up to rounding, by the 2-norm of the probe rows of each
-    size."""
+def close(found: Tensor, own: Tensor, roundings: int = ROUNDINGS) -> bool:
+    """Whether [1, ROWS, N] are equal up to so many roundings, by the 2-norm of the probe rows of
+    each size."""
     if found.shape != own.shape or found.dtype != own.dtype:
         return False
 
@@ -51,7 +51,7 @@ def close(found: Tensor, own: Tensor) -> bool:
 
     kind = torch.finfo(own.dtype)
     # Below ``tiny`` numbers are as far apart as there.
-    bound = ROUNDINGS * kind.eps * (sizes(own) + kind.tiny * (own.numel() / SIZES) ** 0.5)
+    bound = roundings * kind.eps * (sizes(own) + kind.tiny * (own.numel() / SIZES) ** 0.5)
     return bool((sizes(found.double() - own.double()) <= bound).all())
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata, Checkpoints
 from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.checkpoints import MOST_TAPS
 from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array
 
@@ -36,6 +37,8 @@ class PassShape(NamedTuple):
     canonical: bool
 
 
+# Of one sequence: whose state it has, after how many tokens it is, and up to where it moves.
+Owned = tuple[int, int, int]
 # Of one sequence: tokens, the position of the first, and the sequence's page table.
 Part = tuple[Sequence[int], int, list[int]]
 
@@ -55,8 +58,16 @@ class Batch:
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, parts: list[Part], bucket: int, page_size: int, device: torch.device) -> Batch:
-        """The rows of ``parts``, one after the other."""
+    def of(
+        cls,
+        parts: list[Part],
+        bucket: int,
+        page_size: int,
+        device: torch.device,
+        states: tuple[list[Owned], int] | None = None,
+    ) -> Batch:
+        """The rows of ``parts``, one after the other. states: of each, and how long their rings
+        are."""
         rows = [
             (token, at, table[at // page_size] * page_size + at % page_size)
             for ids, first, table in parts
@@ -66,6 +77,17 @@ class Batch:
         tokens, positions, slots = torch.tensor(columns, dtype=torch.int64, device=device)
         spans = [(first, first + len(ids)) for ids, first, _ in parts]
         metadata = AttentionMetadata.of(spans, [table for *_, table in parts], page_size, device)
+        if states is not None:
+            owned, ring = states
+            places = [
+                owner * ring + at % ring if at >= to - MOST_TAPS else -1
+                for (owner, _, to), (first, end) in zip(owned, spans, strict=True)
+                for at in range(first, end)
+            ]
+            places += [-1] * (bucket - len(places))
+            numbers = torch.tensor(list(zip(*owned, strict=True)), dtype=torch.int32, device="cpu")
+            slots_of = torch.tensor(places, dtype=torch.int64, device=device)
+            metadata.checkpoints = Checkpoints(*numbers.to(device).unbind(), slots_of)
         return cls(tokens, positions, slots, metadata)
 
 
@@ -92,7 +114,10 @@ class PackedPass:
 class PassMemory:
     """Where all passes of one engine lie, one after the other. fixed: whether passes of one shape
     launch the same whatever they hold, as the Triton kernels' do. kept: as of AttentionMetadata.
+    ring: places of a sequence's ring, where the model has recurrent layers; else 0.
     """
+
+    ring = 0
 
     def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
@@ -102,7 +127,7 @@ class PassMemory:
         rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
         width = -(-config.max_model_len // config.page_size)
         # Where in it the tokens of the pass before lie.
-        self._behind, self._fixed = _size(rows, segments), fixed
+        self._behind, self._fixed = _size(rows, segments) + _more(rows, segments), fixed
         self._memory = torch.zeros(self._behind + rows, dtype=torch.int64, device=device)
         self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         # Behind a sequence's last page there may be what others had: nothing reads it.
@@ -124,20 +149,26 @@ class PassMemory:
         return most, next((rows for rows in (few, most) if wanted <= rows), work_pass.bucket)
 
     def pack(
-        self, work_pass: Pass, fresh: list[int], wanted: Array, newest: Array | None
+        self,
+        work_pass: Pass,
+        fresh: list[int],
+        wanted: Array,
+        newest: Array | None,
+        moves: Array | None = None,
     ) -> PackedPass:
         """A pass whose rows ``wanted`` [N] int64 give logits.
 
         fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
         to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
-        tokens are among those of the pass before, and where.
+        tokens are among those of the pass before, and where. moves: as of ``Checkpoints.move``.
         """
         fit = self._buckets.fit_canonical if work_pass.canonical else self._buckets.fit
         table, works, bucket = work_pass.table, work_pass.works, work_pass.bucket
         segments, logit_rows = self._sizes(work_pass, len(wanted))
         shape = PassShape(bucket, segments, fit(logit_rows), work_pass.canonical)
         count, total = len(works), works.num_rows
-        values = np.zeros(_size(bucket, segments), np.int64)
+        more = _more(bucket, segments) if self.ring else 0
+        values = np.zeros(_size(bucket, segments) + more, np.int64)
         (tokens, positions, slots, sources, keep), lengths, first_rows = _parts(values, shape)
         row, position = works.rows, works.starts
         if not works.single:
@@ -152,6 +183,13 @@ class PassMemory:
         if newest is not None:
             sources[newest[0]] = newest[1] + self._behind
         keep[: len(wanted)] = wanted
+        if self.ring:
+            assert moves is not None
+            states, places = _state_parts(values, shape)
+            states[:, :count], places[:] = moves, -1
+            owners, _, to = (x if works.single else x.repeat(works.counts) for x in moves)
+            later = position >= to - MOST_TAPS  # rows that a later pass reads
+            places[:total][later] = (owners * self.ring + position % self.ring)[later]
         lengths[:count] = works.ends
         first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
         width = table.num_pages[works.rows].max()
@@ -182,6 +220,9 @@ class PassMemory:
             table = table[:, : packed.page_table.shape[1]]
         given = table, first_rows, lengths, self._page_size
         metadata = AttentionMetadata(*given, kept=self.kept)
+        if self.ring:
+            states, places = _state_parts(self._memory, shape)
+            metadata.checkpoints = Checkpoints(*states, places)
         batch = Batch(ids, positions, slots, metadata, packed.embeds)
         in_order = packed.in_order and not self._fixed
         return batch, None if in_order else keep[: shape.logit_rows]
@@ -189,6 +230,20 @@ class PassMemory:
 
 def _size(bucket: int, segments: int) -> int:
     return 5 * bucket + segments + 1
+
+
+def _more(bucket: int, segments: int) -> int:
+    """And of what ``_state_parts`` says."""
+    return bucket + 2 * segments
+
+
+def _state_parts(values: Any, shape: PassShape) -> tuple[Any, Any]:
+    """Behind the ``_parts``: [3, S] int32, whose state each sequence has, after how many tokens it
+    is and up to where it moves; and the place of each row in the rings [bucket]."""
+    first, end = _size(shape.bucket, shape.segments), shape.segments
+    kind: Any = np.int32 if isinstance(values, np.ndarray) else torch.int32
+    narrow = values[first + shape.bucket : first + _more(shape.bucket, end)].view(kind)
+    return narrow[: 3 * end].reshape(3, end), values[first : first + shape.bucket]
 
 
 def _parts(values: Any, shape: PassShape) -> tuple[Any, Any, Any]:

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tinyspec.config import STATE_TILE
 from tinyspec.kernels.twins.attention_plan import as_slice
 from tinyspec.model.gradients import Products, Segment, Tape
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
+# Places of a ring: the rest of a tile and what convolutions read before it.
+RING = 2 * STATE_TILE
 # Of a canonical bucket, the part that may be padding before rows are cut into smaller ones.
 PADDING = 1 / 4
 # What another thread may not do while a pass, or a part of one that is computed again, runs.
@@ -64,7 +67,7 @@ def run_passes(
     begins = list(accumulate(map(len, sequences), initial=0))
     counts = [-(-len(sequence) // size) for sequence in sequences]
     tables = [list(range(end - n, end)) for n, end in zip(counts, accumulate(counts), strict=True)]
-    cache = runner.pages(sum(counts))
+    cache = runner.pages(sum(counts), states=(len(sequences), RING))
     cache.zero(list(range(sum(counts))))
     found, output, tape = [], None, Tape([])
     with ExitStack() as stack:
@@ -72,11 +75,13 @@ def run_passes(
         for layer in layers:
             stack.enter_context(_checkpointed(runner, layer, exclusive))
         for bucket, first, end in passes(begins[-1], buckets.canonical):
-            parts, segments = [], []
-            for begin, ids, table in zip(begins, sequences, tables, strict=False):
+            parts, segments, owned = [], [], []
+            for n, (begin, ids, table) in enumerate(zip(begins, sequences, tables, strict=False)):
                 low, high = max(first, begin), min(end, begin + len(ids))
                 if low < high:
                     parts.append((ids[low - begin : high - begin], low - begin, table))
+                    tiles = ((at - begin) // STATE_TILE * STATE_TILE for at in (low, high))
+                    owned.append((n, *tiles))
                     segments.append(Segment(low - first, high - first, high - begin))
             tape, keep = Tape(segments, tape.after), None
             rows = [
@@ -86,7 +91,7 @@ def run_passes(
             if (count := buckets.fit_canonical(max(len(rows), 1))) < bucket:
                 padded = rows + [0] * (count - len(rows))
                 keep = torch.tensor(padded, dtype=torch.int64, device=runner.device)
-            batch = Batch.of(parts, bucket, size, runner.device)
+            batch = Batch.of(parts, bucket, size, runner.device, (owned, RING))
             with Products():
                 logits, output = runner.output(batch, keep, True, tape=tape)
             found.append(logits[: len(rows)] if keep is not None else logits[as_slice(rows)])

@@ -6,8 +6,10 @@ slots and pages, not their owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
+from tinyspec.kernels.backend import LayerStates
 from tinyspec.kernels.twins.layers import CODES
 from tinyspec.model.served_model import ServedModel
 from tinyspec.runner.device_queue import to_device
@@ -32,7 +35,8 @@ def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
 
 class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says; of
-    each short convolution rows [num_pages, page_size, 1, channels] in the model's dtype.
+    each short convolution rows [num_pages, page_size, 1, channels] in the model's dtype. Of each
+    recurrent layer ``states``, of so many sequences with rings of so many places.
 
     For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
     their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
@@ -46,6 +50,7 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         zeroed: bool = False,
+        states: tuple[int, int] = (0, 0),
     ):
         new: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
 
@@ -57,6 +62,10 @@ class KVCache:
         self.k, self.v = ([pool(*shape) for shape in shapes] for _ in range(2))
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
         self.pools = (*self.k, *self.v, *self.rows)
+        self.states = [
+            LayerStates(*(new(shape, dtype=kind, device=served.model.device) for shape, kind in parts))
+            for parts in (layer.parts(*states) for layer in served.recurrent)
+        ]
         self.kind = self.kind_of(served, dtype)
         self.page_size = page_size
         self.written = 0
@@ -66,7 +75,7 @@ class KVCache:
     @staticmethod
     def kind_of(served: ServedModel, dtype: torch.dtype) -> tuple[object, ...]:
         """Equal for models that the same pages fit."""
-        return served.layers, served.channels, served.dtype, dtype
+        return served.layers, served.channels, served.recurrent, served.dtype, dtype
 
     @staticmethod
     def page_bytes(served: ServedModel, page_size: int, dtype: torch.dtype) -> int:
@@ -75,6 +84,23 @@ class KVCache:
         rows = sum(served.channels) * served.dtype.itemsize
         return page_size * (2 * width * dtype.itemsize + rows)
 
+    @staticmethod
+    def state_bytes(served: ServedModel, states: tuple[int, int]) -> int:
+        """Bytes of so many states and rings, of all layers."""
+        parts = (part for layer in served.recurrent for part in layer.parts(*states))
+        return sum(prod(shape) * kind.itemsize for shape, kind in parts)
+
+    @property
+    def held(self) -> tuple[Sequence[Any], ...]:
+        """What passes read and write, as ``AttentionContext.hold`` takes it."""
+        return self.k, self.v, self.rows, self.states
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of all its memory."""
+        states = (part for layer in self.states for part in layer)
+        return tuple(pool.data_ptr() for pool in (*self.pools, *states))
+
     def zero(self, pages: list[int]) -> None:
         """Zero whole pages."""
         if pages:
@@ -82,6 +108,13 @@ class KVCache:
             index = to_device(np.array(pages, np.int64), self.pools[0].device)
             for pool in self.pools:
                 pool.index_fill_(0, index, 0)
+
+    def copy_states(self, copies: list[tuple[int, int]]) -> None:
+        """Copy states, (from, to) one after the other, in every layer."""
+        for source, target in copies:
+            for layer in self.states:
+                for part in layer:
+                    part[target].copy_(part[source])
 
     def zero_tail(self, pages: list[int], tokens: int) -> None:
         """Zero the last of a sequence's pages after its first ``tokens`` tokens."""
@@ -111,24 +144,34 @@ def _free_memory(device: torch.device) -> int:
     return min([int(free) * 1024, *group_memory()])
 
 
-def most_pages(config: EngineConfig, served: ServedModel, held: int = 0) -> int:
+def most_pages(
+    config: EngineConfig, served: ServedModel, states: tuple[int, int], held: int = 0
+) -> int:
     """``config.num_pages``, or what fits beside the model and max_sequences could use.
 
-    held: pages whose memory the pool has taken already; it counts as free. Raises ValueError if no
-    page fits, or not as many as configured.
+    states: of recurrent layers, and places of their rings, which take memory beside. held: pages
+    whose memory the pool has taken already; it counts as free, as theirs does then. Raises
+    ValueError if no page fits, or not as many as configured.
     """
     assert config.page_size and config.max_model_len
     device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
     page = KVCache.page_bytes(served, config.page_size, dtype)
+    there = _free_memory(device)
+    # A CPU's memory is taken when it is written.
+    if served.recurrent and device.type != "cpu" and not held:
+        needed = KVCache.state_bytes(served, states)
+        if needed >= there:
+            most = f"fewer: the recurrent states of {states[0]} take {needed} bytes of {there}"
+            raise refuse("max_sequences", config.max_sequences, most)
+        there -= needed
     if config.num_pages is not None:
-        there = _free_memory(device)
         if config.num_pages * page > there:
             allowed = f"they take {config.num_pages * page} bytes, and {there} are available, "
             raise refuse("num_pages", config.num_pages, f"{allowed}enough for {there // page}")
         return config.num_pages
     most = config.max_sequences * -(-config.max_model_len // config.page_size)
     fraction = config.memory_fraction or DEFAULT_FRACTION.get(device.type, 0.4)
-    fitting = int((_free_memory(device) + held * page) * fraction) // page
+    fitting = int((there + held * page) * fraction) // page
     if fitting < 1:
         raise refuse("memory_fraction", fraction, f"enough for a page of {page} bytes")
     return min(most, fitting)

@@ -30,7 +30,8 @@ class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
     served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
-    graphs: of passes by the Triton kernels, which run at fixed addresses.
+    graphs: of passes by the Triton kernels, which run at fixed addresses. states: how many
+    sequences have states of recurrent layers, and places of their rings.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class ModelRunner:
         kernels: Kernels,
         buckets: Buckets,
         config: EngineConfig,
+        states: tuple[int, int] = (0, 0),
     ):
         self.device = device = served.model.device
         self.torch_state = TorchState(device)
         self.buckets = buckets
         if device.type == "cpu":
             keep_freed_memory()
-        self._pool, self._kernels, self.config = pool, kernels, config
+        self._pool, self._kernels, self.config, self._states = pool, kernels, config, states
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
@@ -66,19 +68,20 @@ class ModelRunner:
         self._context = served.context
         self._context.kernels = self._kernels
         self.dtype = served.dtype
+        self.memory.ring = self._states[1] if served.recurrent else 0
         self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
         if before is not None:
             if before.kind != KVCache.kind_of(served, self.kv_dtype):
                 self.release()
             else:
-                self._context.hold(before.k, before.v, before.rows)
+                self._context.hold(*before.held)
 
     @property
     def cache(self) -> KVCache:
         """The KV pool; allocated when first needed and again after ``release``."""
         if self._cache is None:
             self._cache = cache = self.pages(self._pool.num_pages)
-            self._context.hold(cache.k, cache.v, cache.rows)
+            self._context.hold(*cache.held)
         return self._cache
 
     @property
@@ -91,10 +94,14 @@ class ModelRunner:
         """Tokens of a page."""
         return self._pool.page_size
 
-    def pages(self, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
-        """New pages, of another ``dtype`` than the engine's where one is given."""
+    def pages(
+        self, num_pages: int, dtype: torch.dtype | None = None, states: tuple[int, int] | None = None
+    ) -> KVCache:
+        """New pages and states, of another ``dtype`` or number than the engine's where one is
+        given."""
         dtype, zeroed = dtype or self.kv_dtype, self.kernels.backend == "triton"
-        return KVCache(self.served, num_pages, self.page_size, dtype, zeroed)
+        counts = self._states if states is None else states
+        return KVCache(self.served, num_pages, self.page_size, dtype, zeroed, counts)
 
     def drop_graphs(self) -> None:
         """To call where what graphs hold may have changed, or its memory is wanted; the twins run
@@ -126,8 +133,8 @@ class ModelRunner:
     def on_pages(self, cache: KVCache) -> Iterator[KVCache]:
         """Passes of the ``with`` block read and write ``cache`` instead of the engine's pool."""
         context = self._context
-        before = context.k, context.v, context.rows
-        context.hold(cache.k, cache.v, cache.rows)
+        before = context.k, context.v, context.rows, context.states
+        context.hold(*cache.held)
         try:
             yield cache
         finally:
@@ -142,7 +149,7 @@ class ModelRunner:
         it runs; no graph has them.
         """
         marks, written = self.served.marks(), len(self.served.written)
-        shape, pools = packed.shape, self.cache.pools
+        shape = packed.shape
         assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
         if self.kernels.backend == "torch":
             self.cache.zero(packed.fresh)
@@ -155,7 +162,7 @@ class ModelRunner:
         if packed.embeds or hooks is not None or self.kernels.backend == "torch":
             logits = forward()
         else:
-            addresses = (*self.memory.addresses, *(pool.data_ptr() for pool in pools))
+            addresses = (*self.memory.addresses, *self.cache.addresses)
             logits = self.graphs.run(shape, shape.canonical, addresses, forward)
         self.served.keep_apart(marks)
         if len(self.served.written) > written:  # these buffers have other addresses now

@@ -25,6 +25,7 @@ from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
 PROMPT, STEPS = 20, 6
+STATES = 1, PROMPT + STEPS
 
 
 def check_parity(served: ServedModel, runner: ModelRunner) -> None:
@@ -63,7 +64,7 @@ def _off(served: ServedModel, runner: ModelRunner, plain: PreTrainedModel) -> fl
     cuts = [0, *range(min(prompt // 3, most), prompt, most), *range(prompt, end + 1)]
     pages = list(range(1, 2 + end // runner.page_size))
     # What a cache of fewer bits rounds away is no difference of the model.
-    fresh = runner.pages(len(pages) + 1, runner.dtype)
+    fresh = runner.pages(len(pages) + 1, runner.dtype, STATES)
     with runner.torch_state(), runner.on_pages(fresh) as cache:
         cache.zero(pages)
         found = [_logits(runner, tokens, pages, *piece)[-1] for piece in pairwise(cuts)]
@@ -94,6 +95,8 @@ def _logits(runner: ModelRunner, tokens: Tensor, pages: list[int], first: int, l
     """Logits of the tokens ``first`` to ``last - 1`` of one sequence, from a pass of their own."""
     rows, bucket = last - first, runner.buckets.fit(last - first)
     part = tokens[first:last].tolist(), first, pages
-    batch = Batch.of([part], bucket, runner.page_size, tokens.device)
+    # A ring of all tokens needs no state.
+    states = [(0, 0, 0)], STATES[1]
+    batch = Batch.of([part], bucket, runner.page_size, tokens.device, states)
     keep = torch.arange(bucket, dtype=torch.int64, device=tokens.device) % rows
     return runner.forward(batch, keep, canonical=True)[:rows].float()

@@ -11,6 +11,7 @@ import numpy as np
 
 from tinyspec.config import EngineConfig
 from tinyspec.scheduler.buckets import MOST_DRAFTS
+from tinyspec.scheduler.checkpoints import Checkpoints
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.prefix_cache import PrefixCache
@@ -36,12 +37,13 @@ class Admission:
 
     def __init__(self, config: EngineConfig, pool: PagePool):
         self.pool = pool
-        self.prefix = PrefixCache(pool, config.prefix_cache)
         self.table = SequenceTable(config.max_sequences)
         self.waiting: list[Sequence] = []
         self._max_sequences = config.max_sequences
         never = config.verify in ("padded", "direct")
         self._window = 0 if never else config.draft_window or MOST_DRAFTS
+        self.checkpoints = Checkpoints(self.table, pool.page_size, self._window)
+        self.prefix = PrefixCache(pool, self.checkpoints, config.prefix_cache)
         self.stats = EngineStats()
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
         self.suspects: list[tuple[Sequence, int]] = []
@@ -85,6 +87,7 @@ class Admission:
         pages, copy = self.pool.fork(leader.pages, leader.computed)
         sibling.set_pages(pages)
         sibling.computed, sibling.canonical = leader.computed, leader.canonical
+        self.checkpoints.fork(leader.row, sibling.row)
         self._count_cached(sibling)
         return copy
 
@@ -99,6 +102,7 @@ class Admission:
         sequence.frozen = len(pages) * self.pool.page_size
         sequence.computed = min(sequence.frozen, sequence.length - 1)
         sequence.canonical = min(canonical * self.pool.page_size, sequence.computed)
+        self.prefix.begin(sequence, len(pages))
         self._count_cached(sequence)
 
     def _count_cached(self, sequence: Sequence) -> None:
@@ -176,7 +180,7 @@ class Admission:
             victim = last_served(self.running)
             if victim is sequence:
                 return False
-            self._preempt(victim)
+            self.preempt(victim)
         self.pool.grow(sequence.pages, tokens, sequence.most_tokens)
         sequence.set_pages(sequence.pages)
         return True
@@ -192,15 +196,16 @@ class Admission:
         running = self.running
         held = [sequence for sequence in running if sequence.next_logits is not None]
         if held and (len(held) < len(running) or self._first_waiting() is not None):
-            self._preempt(last_served(held))
+            self.preempt(last_served(held))
             self.admit()
             return True
         if found := not held and len(running) > 1:
-            self._preempt(last_served(running))
+            self.preempt(last_served(running))
         return found
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give back its pages and queue it; it is computed again, to the same bits."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Give back a running sequence's pages and queue it; it is computed again, to the same
+        bits."""
         self._stop(sequence)
         sequence.stats.preemptions += 1
         self.stats.preemptions += 1
@@ -209,7 +214,7 @@ class Admission:
     def preempt_all(self) -> None:
         """Queue every running sequence to be computed again."""
         for sequence in self.running:
-            self._preempt(sequence)
+            self.preempt(sequence)
 
     def forget_pages(self) -> None:
         """Drop the values of all pages: the weights changed, or the pool is given back."""
@@ -238,4 +243,4 @@ class Admission:
             del self.suspects[0]
             self.row_limit = None
             if sequence.running:
-                self._preempt(sequence)  # the next has the pool to itself
+                self.preempt(sequence)  # the next has the pool to itself

@@ -3,7 +3,8 @@
 Full pages of committed tokens are indexed under a 128-bit hash of all tokens up to the page's end,
 with the weights' version and whether the KV is canonical. Canonical pages serve every request,
 others only plain ones. Prompts that are thought about, or given as embeddings, share none. Moves no
-data: an indexed page is read-only.
+data: an indexed page is read-only. Where a model has recurrent layers as well, a prompt starts
+behind tokens whose pages are indexed and whose states are kept.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from array import array
 from hashlib import blake2b
 
+from tinyspec.scheduler.checkpoints import Checkpoints, Key
 from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import ScheduledRows
 from tinyspec.scheduler.request import Sequence
 
 _Key = tuple[int, bool, bytes]
@@ -20,8 +23,8 @@ _Key = tuple[int, bool, bytes]
 class PrefixCache:
     """The index over one page pool. on: whether there is one; else nothing is indexed."""
 
-    def __init__(self, pool: PagePool, on: bool = True):
-        self.pool, self.on = pool, on
+    def __init__(self, pool: PagePool, checkpoints: Checkpoints, on: bool = True):
+        self.pool, self.checkpoints, self.on = pool, checkpoints, on
         self._version = 0
         self.pages: dict[_Key, int] = {}
         self.keys: dict[int, _Key] = {}
@@ -48,7 +51,43 @@ class PrefixCache:
             if page is None:
                 break
             pages.append(page)
-        return pages, canonical
+        if self.checkpoints.on:
+            while pages and (
+                len(pages) * self.pool.page_size >= sequence.length
+                or self._state(sequence, len(pages)) is None
+            ):
+                pages.pop()
+        return pages, min(canonical, len(pages))
+
+    def _state(self, sequence: Sequence, pages: int) -> Key | None:
+        """Of the state that is kept after the sequence's first pages."""
+        digest = self._digests(sequence)[pages - 1]
+        return self.checkpoints.find(digest, sequence.deterministic)
+
+    def begin(self, sequence: Sequence, pages: int) -> None:
+        """Let a sequence that runs start behind so many pages that ``match`` found."""
+        if self.checkpoints.on and (key := self._state(sequence, pages)) is not None:
+            self.checkpoints.begin(sequence.row, key, pages * self.pool.page_size)
+
+    def keep_states(self, works: ScheduledRows) -> None:
+        """Keep states that sequences have before a pass."""
+        if not (self.on and self.checkpoints.on):
+            return
+        for row, tokens in self.checkpoints.worth_keeping(works):
+            sequence: Sequence = self.checkpoints.table.sequences[row]
+            pages = tokens // self.pool.page_size
+            if len(digests := self._digests(sequence, pages)) >= pages:
+                self.checkpoints.keep(row, (digests[pages - 1], sequence.deterministic))
+
+    def discard(self, sequence: Sequence) -> None:
+        """A sequence failed: no other starts from what it leaves."""
+        self.drop(sequence.pages)
+        for digest in sequence.digests:
+            self._forget_states(digest)
+
+    def _forget_states(self, digest: bytes) -> None:
+        for canonical in (True, False):
+            self.checkpoints.forget((digest, canonical))
 
     def first(self, sequence: Sequence) -> bytes | None:
         """Digest of the tokens of its first page; None if they do not fill one, or may not be
@@ -89,19 +128,23 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything: the weights changed, or the pool's memory was given back."""
         self.drop(list(self.keys))
+        self.checkpoints.clear()
         self._version += 1
 
     def forget(self, page: int) -> None:
-        del self.pages[self.keys.pop(page)]
+        key = self.keys.pop(page)
+        del self.pages[key]
         self._by_plain.discard(page)
+        self._forget_states(key[-1])
 
-    def _digests(self, sequence: Sequence) -> list[bytes]:
-        """One digest per full page of its tokens, each over all tokens up to the page's end."""
+    def _digests(self, sequence: Sequence, most: int | None = None) -> list[bytes]:
+        """One digest per full page of its tokens, or of the first pages, each over all tokens up to
+        the page's end."""
         size, digests = self.pool.page_size, sequence.digests
         request = sequence.request
         if request.embeds is not None or request.thoughts is not None:  # more than tokens
             return digests
-        for number in range(len(digests), sequence.length // size):
+        for number in range(len(digests), sequence.length // size if most is None else most):
             tokens = array("q", sequence.ids(number * size, (number + 1) * size))
             before = digests[-1] if digests else b""
             digests.append(blake2b(before + tokens.tobytes(), digest_size=16).digest())

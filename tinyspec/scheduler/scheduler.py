@@ -212,6 +212,9 @@ class Scheduler:
             return []
         wanted = self.table.runnable(rows)
         counts = np.clip(room - (np.cumsum(wanted) - wanted), 0, wanted)
+        if self.admission.prefix.on:
+            computed, lengths = self.table.computed[rows], self.table.length[rows]
+            counts = self.admission.checkpoints.cut(computed, counts, lengths)
         return [(rows[counts > 0], counts[counts > 0])]
 
     def _grant(self, plan: list[_Part], canonical: bool) -> ScheduledRows:

@@ -64,6 +64,8 @@ class Columns(Fixed):
     KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
     rollbacks, verify_passes: counts since they were last added to its statistics. unthought: chunks
     of the prompt without a thought. reach: positions that may run before more are thought about.
+    state_at, state_kept: tokens after which its recurrent state is, and its last one that the
+    prefix cache keeps was.
     """
 
     length: Counts
@@ -83,6 +85,8 @@ class Columns(Fixed):
     verify_passes: Counts
     unthought: Counts
     reach: Counts
+    state_at: Counts
+    state_kept: Counts
 
     STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
 

@@ -1,0 +1,243 @@
+"""Recurrent layers: the gated delta rule and Mamba 2's, one sequence's tokens by tiles.
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T
+    out_t = S_t^T q_t
+
+A program owns BLOCK_V columns of one head's state in one segment. From the state of the sequence on
+it goes through all tokens since: those before the segment are read from the ring, the segment's own
+where they are given. A tile is STATE_TILE tokens from a multiple of it on, filled up with zeros, so
+a row's numbers follow from its sequence alone. Rings are written by ``keep_rows`` afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinyspec.config import STATE_TILE
+from tinyspec.kernels import launch
+from tinyspec.kernels.backend import AttentionMetadata, LayerStates
+from tinyspec.kernels.jit import kernel
+
+OF_THE_PASS = ["first_ptr", "length_ptr", "owner_ptr", "at_ptr", "to_ptr"]
+
+
+@triton.jit
+def _rows(x_ptr, rows, stride, given, ring_ptr, places, held, width, column, mask):
+    """[TILE, n] fp32: rows that are given, and those in the ring; 0 where there is neither."""
+    own = x_ptr + rows[:, None] * stride + column[None, :]
+    there = ring_ptr + places[:, None] * width + column[None, :]
+    fresh = tl.load(own, mask=given[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    kept = tl.load(there, mask=held[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    return fresh + kept  # one of them is 0
+
+
+@kernel(OF_THE_PASS)
+def recurrent_kernel(
+    q_ptr,  # [R, K_HEADS * DK]
+    k_ptr,  # [R, K_HEADS * DK]
+    v_ptr,  # [R, HEADS * DV]
+    gates_ptr,  # [R, HEADS, 2] fp32
+    k_ring_ptr,  # [N, ring, K_HEADS * DK]
+    v_ring_ptr,  # [N, ring, HEADS * DV]
+    gates_ring_ptr,  # [N, ring, HEADS, 2] fp32
+    state_ptr,  # [N, HEADS, DK, DV] fp32
+    first_ptr,  # [S + 1] int32
+    length_ptr,  # [S] int32
+    owner_ptr,  # [S] int32
+    at_ptr,  # [S] int32
+    to_ptr,  # [S] int32
+    out_ptr,  # [R, HEADS * DV] fp32
+    stride_q,  # of rows, in units of VEC_K elements, like the next
+    stride_k,
+    stride_v,  # in units of VEC_V
+    ring,
+    scale,
+    eps,
+    K_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    VEC_K: tl.constexpr,
+    VEC_V: tl.constexpr,
+    DELTA: tl.constexpr,
+    NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    segment, head = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, TILE)
+    ks, vs = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first = tl.load(first_ptr + segment)
+    count = tl.load(first_ptr + segment + 1) - first
+    at, to = tl.load(at_ptr + segment), tl.load(to_ptr + segment)
+    owner = tl.load(owner_ptr + segment).to(tl.int64)
+    length = tl.load(length_ptr + segment)
+    start, end = length - count, tl.where(count > 0, length, at)
+
+    k_head = head // (HEADS // K_HEADS)
+    k_column, v_column = k_head * DK + ks, head * DV + vs
+    k_mask, v_mask = ks < DK, vs < DV
+    cell = state_ptr + ((owner * HEADS + head) * DK + ks[:, None]) * DV + vs[None, :]
+    whole = k_mask[:, None] & v_mask[None, :]
+    state = tl.load(cell, mask=whole & (ks[:, None] < tl.where(at > 0, DK, 0)), other=0.0)
+
+    for begin in range(at, end, TILE):
+        position = begin + row
+        given, held = (position >= start) & (position < end), position < tl.minimum(start, end)
+        rows = (first + position - start).to(tl.int64)
+        places = owner * ring + position % ring
+        k_width, v_width = K_HEADS * DK, HEADS * DV
+        k = _rows(
+            k_ptr, rows, stride_k * VEC_K, given, k_ring_ptr, places, held, k_width, k_column, k_mask
+        )
+        q = tl.load(
+            q_ptr + rows[:, None] * stride_q * VEC_K + k_column[None, :],
+            mask=given[:, None] & k_mask[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        v = _rows(
+            v_ptr, rows, stride_v * VEC_V, given, v_ring_ptr, places, held, v_width, v_column, v_mask
+        )
+        own, there = gates_ptr + (rows * HEADS + head) * 2, gates_ring_ptr
+        there += (places * HEADS + head) * 2
+        g = tl.load(own, mask=given, other=0.0) + tl.load(there, mask=held, other=0.0)
+        beta = tl.load(own + 1, mask=given, other=0.0) + tl.load(there + 1, mask=held, other=0.0)
+        if NORM:
+            k *= tl.rsqrt(tl.sum(k * k, 1) + eps)[:, None]
+            q *= tl.rsqrt(tl.sum(q * q, 1) + eps)[:, None]
+        q *= scale
+
+        # Log decays of the tokens between two rows alone: differences of sums would be less exact.
+        between = tl.cumsum(tl.where(row[:, None] > row[None, :], g[:, None], 0.0), 0)
+        ends = tl.sum(tl.where(row[:, None] == TILE - 1, between, 0.0), 0)
+        sums = tl.cumsum(g, 0)
+        last = tl.sum(tl.where(row == TILE - 1, sums, 0.0), 0)
+        pairs = tl.where(row[:, None] >= row[None, :], tl.exp(between), 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * pairs
+        updates = beta[:, None] * v
+        if DELTA:
+            read = tl.dot(k, state, input_precision="ieee")
+            updates -= (beta * tl.exp(sums))[:, None] * read
+            system = tl.dot(k, tl.trans(k), input_precision="ieee") * pairs * beta[:, None]
+            for n in range(TILE - 1):  # what row n has added the later ones do not add again
+                done = tl.sum(tl.where(row[:, None] == n, updates, 0.0), 0)
+                part = tl.sum(tl.where(row[None, :] == n, system, 0.0), 1)
+                updates -= tl.where(row > n, part, 0.0)[:, None] * done[None, :]
+        out = tl.dot(q * tl.exp(sums)[:, None], state, input_precision="ieee")
+        out += tl.dot(scores, updates, input_precision="ieee")
+        target = out_ptr + rows[:, None] * v_width + v_column[None, :]
+        tl.store(target, out, mask=given[:, None] & v_mask[None, :])
+
+        left = k * tl.exp(ends)[:, None]
+        state = state * tl.exp(last) + tl.dot(tl.trans(left), updates, input_precision="ieee")
+        if begin + TILE == to:
+            tl.store(cell, state, mask=whole)
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    states: LayerStates,
+    metadata: AttentionMetadata,
+    delta: bool,
+    scale: float = 1.0,
+    eps: float | None = None,
+) -> Tensor:
+    """What each row reads of the state of its sequence, [R, H, Dv] fp32.
+
+    q, k [R, Hk, Dk], v [R, H, Dv], gates [R, H, 2] fp32: log decay and beta. delta: which rule.
+    eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get 0.
+    """
+    (count, k_heads, dk), (heads, dv) = q.shape, v.shape[1:]
+    given = metadata.checkpoints
+    assert given is not None and heads % k_heads == 0 and k.shape == q.shape
+    assert gates.shape == (count, heads, 2) and gates.dtype == torch.float32
+    assert all(pool.is_contiguous() for pool in states) and states.state.shape[1:] == (heads, dk, dv)
+    out = torch.zeros((count, heads, dv), dtype=torch.float32, device=v.device)
+    vec_k, vec_v = launch.vector(q.dtype, dk), launch.vector(v.dtype, dv)
+    q, k = (launch.vectorizable(x.flatten(1), vec_k) for x in (q, k))
+    v = launch.vectorizable(v.flatten(1), vec_v)
+    entry = launch.RECURRENT
+    grid = len(metadata.seq_lens), heads, triton.cdiv(dv, entry.block)
+    recurrent_kernel[grid](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        gates_ptr=gates.contiguous(),
+        k_ring_ptr=states.k,
+        v_ring_ptr=states.v,
+        gates_ring_ptr=states.gates,
+        state_ptr=states.state,
+        first_ptr=metadata.cu_seqlens_q,
+        length_ptr=metadata.seq_lens,
+        owner_ptr=given.owners,
+        at_ptr=given.at,
+        to_ptr=given.to,
+        out_ptr=out,
+        stride_q=q.stride(0) // vec_k,
+        stride_k=k.stride(0) // vec_k,
+        stride_v=v.stride(0) // vec_v,
+        ring=states.k.shape[1],
+        scale=scale,
+        eps=eps or 0.0,
+        K_HEADS=k_heads,
+        HEADS=heads,
+        DK=dk,
+        DV=dv,
+        VEC_K=vec_k,
+        VEC_V=vec_v,
+        DELTA=delta,
+        NORM=eps is not None,
+        TILE=STATE_TILE,
+        BLOCK_K=launch.padded(dk),
+        BLOCK_V=entry.block,
+        num_warps=entry.num_warps,
+        **launch.OPTIONS,
+    )
+    return out
+
+
+@kernel(["slot_ptr"])
+def keep_rows_kernel(
+    rows_ptr,  # [R, W]
+    ring_ptr,  # [N * L, W]
+    slot_ptr,  # [R] int64
+    width_units,  # W in units of VEC elements
+    stride,  # of rows, in the same units
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = width_units * VEC
+    slot = tl.load(slot_ptr + row)
+    if slot >= 0:
+        own = tl.load(rows_ptr + row.to(tl.int64) * stride * VEC + column, mask=column < width)
+        tl.store(ring_ptr + slot * width + column, own, mask=column < width)
+
+
+def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMetadata) -> None:
+    """Write rows [R, ...] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
+    rows = rows.flatten(1)
+    count, width = rows.shape
+    assert ring.shape[-1] == width and ring.is_contiguous() and ring.dtype == rows.dtype
+    vec = launch.vector(rows.dtype, width)
+    rows = launch.vectorizable(rows, vec)
+    entry = launch.KEEP_ROWS
+    keep_rows_kernel[(count, triton.cdiv(width, entry.block))](
+        rows_ptr=rows,
+        ring_ptr=ring,
+        slot_ptr=slots,
+        width_units=width // vec,
+        stride=rows.stride(0) // vec,
+        VEC=vec,
+        BLOCK=entry.block,
+        num_warps=entry.num_warps,
+        **launch.OPTIONS,
+    )

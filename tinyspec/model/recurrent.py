@@ -1,0 +1,307 @@
+"""Layers with a recurrent state over the pass that is running: gated delta rule and Mamba 2.
+
+transformers' modules of all these families call functions of the same names. A stand-in runs the
+code of its module's own forward, in which these names are the engine's: so whatever a family does
+around them (projections, gates, norms) is done as it does it. Knows no model by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from tinyspec.config import STATE_TILE
+from tinyspec.kernels import backend
+from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
+from tinyspec.model.attention import AttentionContext
+from tinyspec.model.scratch_weights import scratch_weights
+from tinyspec.model.shadow import standing_in
+from tinyspec.model.trial import ROWS, close, kind_of, probe_rows
+from tinyspec.model.wrappers import runs_class_forward
+
+CONV, DELTA, MAMBA2 = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+# What modules call with a cache, or in training: they have none, and are in eval mode.
+OTHERS = (
+    *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
+    *("mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"),
+)
+# Of the norms of queries and keys, in all libraries that have them.
+EPS = 1e-6
+# Elsewhere on a CPU bits of softplus may depend on the place of a number.
+WIDTH = 64
+# Roundings of a result by which sums in another order may differ.
+ROUNDINGS = 16
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Of a recurrent layer: inputs of its convolution, heads of keys and of values, their sizes,
+    and the dtypes of the inputs, and of keys and values."""
+
+    channels: int
+    key_heads: int
+    key_dim: int
+    heads: int
+    value_dim: int
+    inputs: torch.dtype
+    dtype: torch.dtype
+
+    def parts(self, states: int, ring: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of its ``LayerStates``."""
+        heads, keys, values = self.heads, self.key_heads * self.key_dim, self.heads * self.value_dim
+        widths = ((self.channels, self.inputs), (keys, self.dtype), (values, self.dtype))
+        rings = (*widths, (2 * heads, torch.float32))
+        state = (states, heads, self.key_dim, self.value_dim), torch.float32
+        return [*(((states, ring, width), dtype) for width, dtype in rings), state]
+
+
+class RecurrentLayer(nn.Module):
+    """The module's own forward, with the functions of the engine."""
+
+    tinyspec_forward: Callable[..., Tensor]
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """hidden_states [1, R, hidden]."""
+        _refuse_others(kwargs)
+        return self.tinyspec_forward(self, hidden_states)
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    """Raise for what a recurrent layer is given in no pass: masks, caches, bounds of sequences."""
+    others = [name for name, value in given.items() if isinstance(value, (Tensor, tuple))]
+    others = [name for name in others if name not in ("position_ids", "position_embeddings")]
+    if others or given.get("cache") is not None or given.get("cache_params") is not None:
+        raise RuntimeError(f"a recurrent layer was given {', '.join(others) or 'a cache'}")
+
+
+class _Calls:
+    """The functions that modules call, over the pass of ``context``."""
+
+    def __init__(self, context: AttentionContext):
+        self._context = context
+
+    def convolve(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As ``causal_conv1d_fn``: hidden_states [1, C, R], weight [C, K], bias [C]."""
+        _refuse_others(kwargs)
+        context, rows = self._context, hidden_states[0].T
+        if not context.records():
+            kernels, metadata, slots = context.running()
+            ring, places = self._states().conv, _checkpoints(metadata).slots
+            (rows,) = context.autocast.cast(rows)
+            weight = weight.contiguous()
+            with context.autocast.off():
+                own = rows
+                rows = kernels.short_conv(own, weight, bias, ring, slots, metadata, ring=True)
+                kernels.keep_rows(ring, own, places, metadata)
+        if activation is not None:
+            rows = ACT2FN[activation](rows)
+        return rows.T[None]
+
+    def delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As ``torch_chunk_gated_delta_rule``: query, key [1, R, Hk, Dk], value [1, R, H, Dv], g and
+        beta [1, R, H]."""
+        _refuse_others(kwargs | {"cache": initial_state})
+        if self._context.records():
+            return value, None
+        gates = torch.stack([g[0].float(), beta[0].float()], -1)
+        scale, eps = query.shape[-1] ** -0.5, EPS if use_qk_l2norm_in_kernel else None
+        rule = {"delta": True, "scale": scale, "eps": eps}
+        return self._scan(query[0], key[0], value[0], gates, rule).to(query.dtype)[None], None
+
+    def mamba2(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803, as transformers calls them
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        chunk_size: int = 0,
+        D: Tensor | None = None,  # noqa: N803
+        dt_bias: Tensor | None = None,
+        initial_states: None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As ``mamba2_chunk_scan``: hidden_states [1, R, H, Dv], dt [1, R, H], A [H], B and C [1, R,
+        Hk, Dk], D and dt_bias [H]."""
+        _refuse_others(kwargs | {"cache": initial_states})
+        if self._context.records():
+            return hidden_states.float()
+        heads, values = dt.shape[-1], hidden_states[0]
+        dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
+        if dt_softplus:
+            dt = F.softplus(F.pad(dt, (0, -heads % WIDTH)))[:, :heads]
+        dt = dt.clamp(*dt_limit).float()
+        gates = torch.stack([A.float() * dt, dt], -1)
+        out = self._scan(C[0], B[0], values, gates, {"delta": False})
+        return (out if D is None else out + D.float()[:, None] * values.float())[None]
+
+    def _states(self) -> LayerStates:
+        """Of the layer that runs."""
+        context = self._context
+        if context.scans >= len(context.states):
+            raise RuntimeError(f"the model has more recurrent layers than {len(context.states)}")
+        return context.states[context.scans]
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, rule: dict[str, Any]) -> Tensor:
+        context, states = self._context, self._states()
+        kernels, metadata, _ = context.running()
+        if context.tape is not None and torch.is_grad_enabled():
+            raise NotImplementedError("recurrent layers have no exact gradients: use torch.no_grad")
+        places = _checkpoints(metadata).slots
+        q, k, v = context.autocast.cast(q, k, v)
+        with context.autocast.off():
+            out: Tensor = kernels.recurrent(q, k, v, gates, states, metadata, **rule)
+            for ring, rows in ((states.k, k), (states.v, v), (states.gates, gates)):
+                kernels.keep_rows(ring, rows, places, metadata)
+        context.scans += 1
+        return out
+
+
+def _checkpoints(metadata: AttentionMetadata) -> Checkpoints:
+    if metadata.checkpoints is None:
+        raise RuntimeError("this pass has no states of recurrent layers")
+    return metadata.checkpoints
+
+
+def _unused(name: str, *_: Any, **__: Any) -> None:
+    raise RuntimeError(f"a recurrent layer called {name}, which it does not without a cache")
+
+
+def _own_forward(module: nn.Module) -> FunctionType | None:
+    """The code of a module's forward, if it is transformers' and calls the functions known here."""
+    forward = unwrap(type(module).forward)
+    if not (isinstance(forward, FunctionType) and runs_class_forward(module)):
+        return None
+    names, home = set(forward.__code__.co_names), forward.__module__
+    found = [name for name in (CONV, DELTA, MAMBA2) if name in names]
+    ours = home.startswith("transformers.") and CONV in found and len(found) == 2
+    given = forward.__globals__
+    return forward if ours and all(given[name].__module__ == home for name in found) else None
+
+
+def _with(forward: FunctionType, calls: dict[str, Callable[..., Any]]) -> FunctionType:
+    """The same code with these functions for those of the same names."""
+    unused = {name: partial(_unused, name) for name in OTHERS}
+    names = {**forward.__globals__, **unused, **calls}
+    parts = forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    made = FunctionType(*parts)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _stand_in(module: nn.Module, forward: FunctionType, context: AttentionContext) -> nn.Module:
+    own = _Calls(context)
+    calls = {CONV: own.convolve, DELTA: own.delta_rule, MAMBA2: own.mamba2}
+    return standing_in(module, RecurrentLayer, tinyspec_forward=_with(forward, calls))
+
+
+def _shape(module: nn.Module, forward: FunctionType, rows: Tensor) -> RecurrentShape:
+    """Of a layer, by what it calls the functions with."""
+    found: dict[str, Any] = {}
+
+    def convolve(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        found.update(channels=x.shape[1], inputs=x.dtype)
+        return x
+
+    def of(key: Tensor, value: Tensor) -> None:
+        (key_heads, key_dim), (heads, value_dim) = key.shape[2:], value.shape[2:]
+        found.update(key_heads=key_heads, key_dim=key_dim, heads=heads, value_dim=value_dim)
+        found.update(dtype=value.dtype)
+
+    def delta_rule(q: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
+        of(key, value)
+        return value, None
+
+    def mamba2(x: Tensor, dt: Tensor, a: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
+        of(key, x)
+        return x.float()
+
+    noted = _with(forward, {CONV: convolve, DELTA: delta_rule, MAMBA2: mamba2})
+    noted(module, rows)
+    return RecurrentShape(**found)
+
+
+def _agreed(
+    module: Any, forward: FunctionType, context: AttentionContext
+) -> RecurrentShape | None:
+    """The shape of a layer whose stand-in gives rows of one sequence what it gives them, up to
+    rounding; None of another."""
+    trial, like = AttentionContext(context.autocast), next(module.parameters())
+    trial.kernels = backend.load("torch" if like.device.type == "cpu" else "triton")
+    try:
+        with scratch_weights(module):
+            # Of one size: what a state keeps of larger ones hides others, and rounds them.
+            rows = probe_rows((_width(module),), like.dtype, like.device)
+            rows = F.rms_norm(rows, rows.shape[-1:])[None]
+            own, shape = module(rows), _shape(module, forward, rows)
+            parts = shape.parts(1, ROWS)
+            kinds = [trial.autocast.dtype or kind for _, kind in parts[:3]] + [torch.float32] * 2
+            made = [
+                torch.zeros(size, dtype=kind, device=like.device)
+                for (size, _), kind in zip(parts, kinds, strict=True)
+            ]
+            trial.hold(states=[LayerStates(*made)])
+            metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
+            place = torch.arange(ROWS, device=like.device)
+            first = place[:1].int()
+            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place)
+            trial.begin(metadata, place, place)
+            found = _stand_in(module, forward, trial)(rows)
+        trial.check()
+    except Exception:  # of whatever kind
+        return None
+    return shape if close(found, own, ROUNDINGS) else None
+
+
+def _width(module: nn.Module) -> int:
+    """Of hidden states: what its first linear takes."""
+    return next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def recurrent_stand_ins(
+    model: nn.Module, context: AttentionContext
+) -> tuple[dict[nn.Module, nn.Module], list[RecurrentShape]]:
+    """The stand-ins of recurrent layers, in order of the modules, and their shapes."""
+    agreed: dict[Any, RecurrentShape | None] = {}
+    made: dict[Any, nn.Module] = {}
+    shapes: list[RecurrentShape] = []
+    for module in model.modules():
+        if (forward := _own_forward(module)) is None:
+            continue
+        if (kind := kind_of(module)) not in agreed:
+            agreed[kind] = _agreed(module, forward, context)
+        if (shape := agreed[kind]) is not None:
+            made[module] = _stand_in(module, forward, context)
+            shapes.append(shape)
+    return made, shapes

@@ -1,0 +1,114 @@
+"""States of recurrent layers: which sequence has which, how far each has moved, and those that the
+prefix cache keeps. Host only; knows numbers of states, no tensor.
+
+A running sequence has the state of its row of the table, as it is after ``state_at`` of its tokens:
+a multiple of STATE_TILE that only committed tokens move. What came since lies in its ring. Behind
+the states of the rows are those that are kept, each after a multiple of ``step`` tokens that fill
+pages. Copies are made by whoever runs the next pass, in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tinyspec.config import STATE_TILE
+from tinyspec.scheduler.passes import DRAFT, ScheduledRows
+from tinyspec.scheduler.sequence_table import Array, SequenceTable
+
+# Most inputs before its own that a layer's convolution reads; wider ones are not served.
+MOST_TAPS = 8
+# As many states are kept as a part of the sequences that run, and at least so many.
+KEPT_PART, LEAST_KEPT = 4, 8
+
+# Digest of the tokens before it, and whether it is canonical.
+Key = tuple[bytes, bool]
+
+
+class Checkpoints:
+    """on: whether there are any. window: most drafts that a sequence may have."""
+
+    def __init__(self, table: SequenceTable, page_size: int, window: int, on: bool = False):
+        self.table, self.on = table, on
+        self.step = max(page_size, STATE_TILE)
+        rows = len(table.sequences)
+        self.count = rows + max(LEAST_KEPT, rows // KEPT_PART)
+        # What a pass leaves behind the state that it moved: the rest of a tile, drafts, and what a
+        # convolution reads before them.
+        needed = STATE_TILE + window + 1 + MOST_TAPS
+        self.ring = -(-needed // STATE_TILE) * STATE_TILE
+        self._free = list(range(rows, self.count))
+        self.kept: dict[Key, int] = {}
+        self._copies: list[tuple[int, int]] = []
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """States (from, to) to be copied before the next pass, rings included."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def fork(self, leader: int, sibling: int) -> None:
+        """Let row ``sibling`` go on from the state of row ``leader``."""
+        if self.on:
+            self._copies.append((leader, sibling))
+            self.table.state_at[sibling] = self.table.state_at[leader]
+
+    def find(self, digest: bytes, deterministic: bool) -> Key | None:
+        """The key of a state that is kept after these tokens; for a deterministic request a
+        canonical one."""
+        keys: list[Key] = [(digest, True)] if deterministic else [(digest, True), (digest, False)]
+        return next((key for key in keys if key in self.kept), None)
+
+    def begin(self, row: int, key: Key, tokens: int) -> None:
+        """Let a row begin with a state that is kept, after so many tokens."""
+        self.kept[key] = number = self.kept.pop(key)  # the latest used
+        self._copies.append((number, row))
+        self.table.state_at[row] = self.table.state_kept[row] = tokens
+
+    def keep(self, row: int, key: Key) -> None:
+        """Keep the state of a row; the least recently used goes if need be."""
+        if key in self.kept:
+            return
+        if not self._free:
+            self.forget(next(iter(self.kept)))
+        self.kept[key] = number = self._free.pop()
+        self._copies.append((row, number))
+
+    def forget(self, key: Key) -> None:
+        """A state may be wrong, or its tokens' pages are gone."""
+        if key in self.kept:
+            self._free.append(self.kept.pop(key))
+
+    def clear(self) -> None:
+        """Forget everything; no sequence may be running."""
+        for key in list(self.kept):
+            self.forget(key)
+        self._copies.clear()
+
+    def cut(self, starts: Array, counts: Array, lengths: Array) -> Array:
+        """[n]: ``counts`` [n] positions of prompts from ``starts`` [n] on, fewer where a pass can
+        end with a state to be kept: the last of these before the token that gives logits."""
+        if not self.on:
+            return counts
+        ends = np.minimum(starts + counts, lengths - 1) // self.step * self.step
+        return np.where(ends > starts, ends - starts, counts)
+
+    def worth_keeping(self, works: ScheduledRows) -> list[tuple[int, int]]:
+        """Rows with a state to be kept, and after how many tokens it is; each once."""
+        at = self.table.state_at[works.rows]
+        found = (at > self.table.state_kept[works.rows]) & (at % self.step == 0)
+        rows = works.rows[found]
+        self.table.state_kept[rows] = at[found]
+        return list(zip(rows.tolist(), at[found].tolist(), strict=True))
+
+    def move(self, works: ScheduledRows) -> Array:
+        """[3, n] of the works of a pass: whose state, after how many tokens it is, and up to where
+        the pass moves it: over tokens that are committed, or that must be for the sequence to go
+        on; not in passes whose rows are drafts."""
+        table, rows = self.table, works.rows
+        at = table.state_at[rows]
+        final = np.where(table.given[rows], works.ends, np.minimum(works.ends, table.length[rows]))
+        to: Any = np.maximum(final // STATE_TILE * STATE_TILE, at)
+        to = np.where(works.kinds == DRAFT, at, to)
+        table.state_at[rows] = to
+        return np.stack([rows, at, to])
