@@ -75,7 +75,7 @@ def _is_always_swapped(module: nn.Module) -> bool:
 
 
 def _interface_refusal(model: PreTrainedModel) -> str | None:
-    if any(map(calls_interface, model.modules())):
+    if any(map(calls_interface, model.modules())) or recurrent_layers(model):
         return None
     return "its attention does not go through transformers' attention interface"
 

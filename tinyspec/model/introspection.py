@@ -257,15 +257,16 @@ def _tried(model: PreTrainedModel) -> tuple[list[AttentionCall], bool, str | Non
     ends = torch.tensor([0, ROWS - 1], device=model.device)
     elsewhere = _forward(model, moved.attend, rows, rows + 1, logits_to_keep=ends)
     keeps_logits = len(elsewhere) == len(ends)
-    reason = first.reason
-    if not first.calls:
+    reason, served = first.reason, served_of(model)
+    if not (first.calls or served.recurrent):
         reason = "it calls no attention"
-    elif not _alike(logits, other.flip(0), served_of(model).dtype):
+    elif not _alike(logits, other.flip(0), served.dtype):
         reason = "rows affect each other outside attention (recurrent state)"
     elif [id(call.module) for call in reversed_.calls] != [id(call.module) for call in first.calls]:
         reason = "which of its layers call attention depends on its tokens"
-    elif all(map(torch.equal, first.keys, moved.keys)) and torch.equal(
-        logits[ends] if keeps_logits else logits, elsewhere
+    elif not served.recurrent and (  # which need no positions
+        all(map(torch.equal, first.keys, moved.keys))
+        and torch.equal(logits[ends] if keeps_logits else logits, elsewhere)
     ):
         reason = NO_POSITIONS
     windows = cache_windows(model) - {

@@ -66,7 +66,7 @@ class KVCache:
             LayerStates(*(new(shape, dtype=kind, device=served.model.device) for shape, kind in parts))
             for parts in (layer.parts(*states) for layer in served.recurrent)
         ]
-        self.kind = self.kind_of(served, dtype)
+        self.kind, self._device = self.kind_of(served, dtype), served.model.device
         self.page_size = page_size
         self.written = 0
         # The probes read the first page without owning it.
@@ -105,7 +105,7 @@ class KVCache:
         """Zero whole pages."""
         if pages:
             self.written = max(self.written, max(pages) + 1)
-            index = to_device(np.array(pages, np.int64), self.pools[0].device)
+            index = to_device(np.array(pages, np.int64), self._device)
             for pool in self.pools:
                 pool.index_fill_(0, index, 0)
 
@@ -155,7 +155,8 @@ def most_pages(
     """
     assert config.page_size and config.max_model_len
     device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
-    page = KVCache.page_bytes(served, config.page_size, dtype)
+    # Of a model without attention pages are numbers.
+    page = max(KVCache.page_bytes(served, config.page_size, dtype), 1)
     there = _free_memory(device)
     # A CPU's memory is taken when it is written.
     if served.recurrent and device.type != "cpu" and not held:
