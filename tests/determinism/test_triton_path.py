@@ -8,7 +8,16 @@ import random
 
 import pytest
 
-from tests.support.cases import DTYPES, bits_of, engine_of, model_of, one_by_one, run, whole
+from tests.support.cases import (
+    DTYPES,
+    HYBRIDS,
+    bits_of,
+    engine_of,
+    model_of,
+    one_by_one,
+    run,
+    whole,
+)
 from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 
@@ -24,7 +33,7 @@ def triton_engine(model, **settings):
     return engine_of(model, backend="triton", max_rows=128, **settings)
 
 
-@pytest.fixture(scope="module", params=[*DTYPES, "convolutions"])
+@pytest.fixture(scope="module", params=[*DTYPES, *HYBRIDS])
 def subject(request):
     """A model, and the bits of every needle alone."""
     dtype = request.param

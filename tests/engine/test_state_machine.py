@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.at_random import use_at_random
-from tests.support.cases import cost, drain, engine_of, model_of, text, whole
+from tests.support.cases import HYBRIDS, cost, drain, engine_of, model_of, text, whole
 from tests.support.mixes import Liar, bits
 from tests.support.pages import check_residents, indexed_kv
 from tinyspec import Engine, SamplingParams, audit
 
 MODELS = (
     *(("shape-sensitive", "fp32"), ("shape-sensitive", "bf16")),
-    *(("as is", "bf16"), ("convolutions", "fp32")),
+    *(("as is", "bf16"), *((kind, "fp32") for kind in HYBRIDS)),
 )
 # The longest request needs 63 tokens.
 PAGES = {8: 10, 16: 5}

@@ -17,15 +17,17 @@ from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 
 REFERENCE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KINDS = ("as is", "shape-sensitive", "convolutions")
+# Model types by what their layers keep beside keys and values.
+HYBRIDS = {"convolutions": "lfm2", "delta rule": "qwen3_5_text", "mamba 2": "bamba"}
+KINDS = ("as is", "shape-sensitive", *HYBRIDS)
 Requests = list[tuple[list[int], SamplingParams]]
 
 
 def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrainedModel:
-    """A new tiny llama, its linears sensitive to the row count or as they are; with "convolutions"
-    LFM2, with such linears."""
-    if kind == "convolutions":
-        return replace_linears(zoo.tiny("lfm2").to(DTYPES[dtype]), ShapeSensitiveLinear)
+    """A new tiny llama, its linears sensitive to the row count or as they are; or a hybrid with such
+    linears."""
+    if kind in HYBRIDS:
+        return replace_linears(zoo.tiny(HYBRIDS[kind]).to(DTYPES[dtype]), ShapeSensitiveLinear)
     model = tiny("llama", DTYPES[dtype])
     if positions != 512:
         config = config_of("llama")

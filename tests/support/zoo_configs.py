@@ -12,6 +12,7 @@ WINDOW = 16
 _NAMES = {
     64: """
         hidden_size d_model n_embd emb_dim embedding_dim attention_hidden_size rel_extent
+        linear_key_head_dim
     """,
     96: """
         intermediate_size moe_intermediate_size ffn_dim n_inner dff dim_ff d_inner
@@ -37,7 +38,7 @@ _NAMES = {
     """,
     16: """
         head_dim swa_head_dim d_head dim_head v_head_dim qk_nope_head_dim linear_head_dim
-        linear_key_head_dim linear_value_head_dim kv_channels attention_head_size mamba_head_dim
+        linear_value_head_dim kv_channels attention_head_size mamba_head_dim
         mamba_headdim mamba_d_head attention_head_dim index_head_dim state_size ssm_state_size
         mamba_d_state mamba_dt_rank time_step_rank chunk_size mamba_chunk_size adapter_rank
         router_hidden_size laurel_rank hidden_size_per_layer_input sliding_window

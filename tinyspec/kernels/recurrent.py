@@ -92,7 +92,16 @@ def recurrent_kernel(
         places = owner * ring + position % ring
         k_width, v_width = K_HEADS * DK, HEADS * DV
         k = _rows(
-            k_ptr, rows, stride_k * VEC_K, given, k_ring_ptr, places, held, k_width, k_column, k_mask
+            k_ptr,
+            rows,
+            stride_k * VEC_K,
+            given,
+            k_ring_ptr,
+            places,
+            held,
+            k_width,
+            k_column,
+            k_mask,
         )
         q = tl.load(
             q_ptr + rows[:, None] * stride_q * VEC_K + k_column[None, :],
@@ -100,7 +109,16 @@ def recurrent_kernel(
             other=0.0,
         ).to(tl.float32)
         v = _rows(
-            v_ptr, rows, stride_v * VEC_V, given, v_ring_ptr, places, held, v_width, v_column, v_mask
+            v_ptr,
+            rows,
+            stride_v * VEC_V,
+            given,
+            v_ring_ptr,
+            places,
+            held,
+            v_width,
+            v_column,
+            v_mask,
         )
         own, there = gates_ptr + (rows * HEADS + head) * 2, gates_ring_ptr
         there += (places * HEADS + head) * 2
@@ -158,7 +176,11 @@ def recurrent(
     given = metadata.checkpoints
     assert given is not None and heads % k_heads == 0 and k.shape == q.shape
     assert gates.shape == (count, heads, 2) and gates.dtype == torch.float32
-    assert all(pool.is_contiguous() for pool in states) and states.state.shape[1:] == (heads, dk, dv)
+    assert all(pool.is_contiguous() for pool in states) and states.state.shape[1:] == (
+        heads,
+        dk,
+        dv,
+    )
     out = torch.zeros((count, heads, dv), dtype=torch.float32, device=v.device)
     vec_k, vec_v = launch.vector(q.dtype, dk), launch.vector(v.dtype, dv)
     q, k = (launch.vectorizable(x.flatten(1), vec_k) for x in (q, k))

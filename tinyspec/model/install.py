@@ -152,7 +152,9 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         made, served.channels = conv_stand_ins(model, context)
         recurrent, served.recurrent = recurrent_stand_ins(model, context)
     if len(made) + len(recurrent) != (count := recurrent_layers(model)):
-        raise unsupported(model, f"of its {count} layers with a state {len(made) + len(recurrent)} are known")
+        raise unsupported(
+            model, f"of its {count} layers with a state {len(made) + len(recurrent)} are known"
+        )
     # What these compute themselves.
     if (reason := swap_refusal(model, [each.get_submodule("conv") for each in made])) is not None:
         raise unsupported(model, reason)

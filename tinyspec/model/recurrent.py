@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from tinyspec.config import STATE_TILE
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
@@ -140,11 +139,11 @@ class _Calls:
         self,
         hidden_states: Tensor,
         dt: Tensor,
-        A: Tensor,  # noqa: N803, as transformers calls them
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
         chunk_size: int = 0,
-        D: Tensor | None = None,  # noqa: N803
+        D: Tensor | None = None,
         dt_bias: Tensor | None = None,
         initial_states: None = None,
         dt_softplus: bool = False,
@@ -252,9 +251,7 @@ def _shape(module: nn.Module, forward: FunctionType, rows: Tensor) -> RecurrentS
     return RecurrentShape(**found)
 
 
-def _agreed(
-    module: Any, forward: FunctionType, context: AttentionContext
-) -> RecurrentShape | None:
+def _agreed(module: Any, forward: FunctionType, context: AttentionContext) -> RecurrentShape | None:
     """The shape of a layer whose stand-in gives rows of one sequence what it gives them, up to
     rounding; None of another."""
     trial, like = AttentionContext(context.autocast), next(module.parameters())

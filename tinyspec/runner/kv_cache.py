@@ -63,7 +63,9 @@ class KVCache:
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
         self.pools = (*self.k, *self.v, *self.rows)
         self.states = [
-            LayerStates(*(new(shape, dtype=kind, device=served.model.device) for shape, kind in parts))
+            LayerStates(
+                *(new(shape, dtype=kind, device=served.model.device) for shape, kind in parts)
+            )
             for parts in (layer.parts(*states) for layer in served.recurrent)
         ]
         self.kind, self._device = self.kind_of(served, dtype), served.model.device

@@ -95,7 +95,10 @@ class ModelRunner:
         return self._pool.page_size
 
     def pages(
-        self, num_pages: int, dtype: torch.dtype | None = None, states: tuple[int, int] | None = None
+        self,
+        num_pages: int,
+        dtype: torch.dtype | None = None,
+        states: tuple[int, int] | None = None,
     ) -> KVCache:
         """New pages and states, of another ``dtype`` or number than the engine's where one is
         given."""
@@ -149,10 +152,10 @@ class ModelRunner:
         it runs; no graph has them.
         """
         marks, written = self.served.marks(), len(self.served.written)
-        shape = packed.shape
-        assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
+        shape, cache = packed.shape, self.cache
+        assert self._context.k is cache.k, "passes of probes know no fixed addresses"
         if self.kernels.backend == "torch":
-            self.cache.zero(packed.fresh)
+            cache.zero(packed.fresh)
         self.memory.send(packed, before)
 
         def forward() -> Tensor:
@@ -162,7 +165,7 @@ class ModelRunner:
         if packed.embeds or hooks is not None or self.kernels.backend == "torch":
             logits = forward()
         else:
-            addresses = (*self.memory.addresses, *self.cache.addresses)
+            addresses = (*self.memory.addresses, *cache.addresses)
             logits = self.graphs.run(shape, shape.canonical, addresses, forward)
         self.served.keep_apart(marks)
         if len(self.served.written) > written:  # these buffers have other addresses now

@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinyspec.config import STATE_TILE
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
 from tinyspec.kernels.twins.layers import written_rows
+
+
+# Numbers of fp32.
+LINE = 16
 
 
 class _Step(NamedTuple):
@@ -100,6 +105,13 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
     )
 
 
+def _padded(x: Tensor, dims: int) -> Tensor:
+    """With zeros up to multiples of a cache line of fp32 in the last dimensions: a product's bits
+    may depend on where its matrices begin."""
+    wanted = [-size % LINE for size in reversed(x.shape[-dims:])]
+    return F.pad(x, [n for count in wanted for n in (0, count)]) if any(wanted) else x
+
+
 def _tiled(x: Tensor, ring: Tensor | None, plan: _Plan) -> Tensor:
     """[tiles, heads, STATE_TILE, ...] fp32 of rows x [R, heads, ...], and of those in the ring
     [N, L, W]; 0 where there is none."""
@@ -161,9 +173,9 @@ def recurrent(
     out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
     if not plan.steps:
         return out
-    keys = _normed(_tiled(k, states.k, plan), eps)
-    queries = _normed(_tiled(q, None, plan), eps) * scale
-    values = _tiled(v, states.v, plan)
+    keys = _padded(_normed(_tiled(k, states.k, plan), eps), 1)
+    queries = _padded(_normed(_tiled(q, None, plan), eps) * scale, 1)
+    values = _padded(_tiled(v, states.v, plan), 1)
     both = _tiled(gates, states.gates, plan)
     pairs, begin, end = _decays(both[..., 0])
     beta = both[..., 1:]
@@ -179,13 +191,13 @@ def recurrent(
     if system is not None:
         right = torch.cat([updates, beta * begin[..., None] * keys], -1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        updates, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+        updates, read = solved.split([values.shape[-1], keys.shape[-1]], -1)
     queries = _grouped(queries, heads) * begin[..., None]
     keys = keys * end[..., None]
     total = begin[..., -1:, None]
 
     pool = states.state
-    state = pool.index_select(0, plan.owners).masked_fill_(plan.new, 0)
+    state = _padded(pool.index_select(0, plan.owners).masked_fill_(plan.new, 0), 2)
     parts = []
     for step in plan.steps:
         tiles = slice(step.first, step.first + step.count)
@@ -208,10 +220,11 @@ def recurrent(
         state = state.view(old.shape)
         if step.saved is not None:
             places, owners = step.saved
-            pool.index_copy_(0, owners, state.index_select(0, places))
-    found = torch.cat(parts).view(-1, heads, STATE_TILE, v.shape[-1]).transpose(1, 2)
+            kept = state.index_select(0, places)[..., : pool.shape[-2], : pool.shape[-1]]
+            pool.index_copy_(0, owners, kept)
+    found = torch.cat(parts).view(-1, heads, STATE_TILE, values.shape[-1]).transpose(1, 2)
     chosen = found.flatten(0, 1).index_select(0, plan.places)
-    out[: len(chosen)] = chosen
+    out[: len(chosen)] = chosen[..., : v.shape[-1]]
     return out
 
 
