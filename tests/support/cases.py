@@ -24,8 +24,8 @@ Requests = list[tuple[list[int], SamplingParams]]
 
 
 def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrainedModel:
-    """A new tiny llama, its linears sensitive to the row count or as they are; or a hybrid with such
-    linears."""
+    """A new tiny llama, its linears sensitive to the row count or as they are; or a hybrid with
+    such linears."""
     if kind in HYBRIDS:
         return replace_linears(zoo.tiny(HYBRIDS[kind]).to(DTYPES[dtype]), ShapeSensitiveLinear)
     model = tiny("llama", DTYPES[dtype])

@@ -25,13 +25,10 @@ OF_THE_PASS = ["first_ptr", "length_ptr", "owner_ptr", "at_ptr", "to_ptr"]
 
 
 @triton.jit
-def _rows(x_ptr, rows, stride, given, ring_ptr, places, held, width, column, mask):
-    """[TILE, n] fp32: rows that are given, and those in the ring; 0 where there is neither."""
-    own = x_ptr + rows[:, None] * stride + column[None, :]
-    there = ring_ptr + places[:, None] * width + column[None, :]
-    fresh = tl.load(own, mask=given[:, None] & mask[None, :], other=0.0).to(tl.float32)
-    kept = tl.load(there, mask=held[:, None] & mask[None, :], other=0.0).to(tl.float32)
-    return fresh + kept  # one of them is 0
+def _either(own, given, there, held, mask):
+    """fp32 numbers of rows that are given, and of those in a ring; 0 where there is neither."""
+    fresh = tl.load(own, mask=given & mask, other=0.0).to(tl.float32)
+    return fresh + tl.load(there, mask=held & mask, other=0.0).to(tl.float32)  # one of them is 0
 
 
 @kernel(OF_THE_PASS)
@@ -78,11 +75,10 @@ def recurrent_kernel(
     length = tl.load(length_ptr + segment)
     start, end = length - count, tl.where(count > 0, length, at)
 
-    k_head = head // (HEADS // K_HEADS)
-    k_column, v_column = k_head * DK + ks, head * DV + vs
-    k_mask, v_mask = ks < DK, vs < DV
+    k_column, v_column = head // (HEADS // K_HEADS) * DK + ks[None, :], head * DV + vs[None, :]
+    k_mask, v_mask = ks[None, :] < DK, vs[None, :] < DV
     cell = state_ptr + ((owner * HEADS + head) * DK + ks[:, None]) * DV + vs[None, :]
-    whole = k_mask[:, None] & v_mask[None, :]
+    whole = (ks[:, None] < DK) & v_mask
     state = tl.load(cell, mask=whole & (ks[:, None] < tl.where(at > 0, DK, 0)), other=0.0)
 
     for begin in range(at, end, TILE):
@@ -90,40 +86,17 @@ def recurrent_kernel(
         given, held = (position >= start) & (position < end), position < tl.minimum(start, end)
         rows = (first + position - start).to(tl.int64)
         places = owner * ring + position % ring
-        k_width, v_width = K_HEADS * DK, HEADS * DV
-        k = _rows(
-            k_ptr,
-            rows,
-            stride_k * VEC_K,
-            given,
-            k_ring_ptr,
-            places,
-            held,
-            k_width,
-            k_column,
-            k_mask,
-        )
-        q = tl.load(
-            q_ptr + rows[:, None] * stride_q * VEC_K + k_column[None, :],
-            mask=given[:, None] & k_mask[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        v = _rows(
-            v_ptr,
-            rows,
-            stride_v * VEC_V,
-            given,
-            v_ring_ptr,
-            places,
-            held,
-            v_width,
-            v_column,
-            v_mask,
-        )
-        own, there = gates_ptr + (rows * HEADS + head) * 2, gates_ring_ptr
-        there += (places * HEADS + head) * 2
-        g = tl.load(own, mask=given, other=0.0) + tl.load(there, mask=held, other=0.0)
-        beta = tl.load(own + 1, mask=given, other=0.0) + tl.load(there + 1, mask=held, other=0.0)
+        x, y, r, p = given[:, None], held[:, None], rows[:, None], places[:, None]
+        own, there = k_ptr + r * stride_k * VEC_K, k_ring_ptr + p * (K_HEADS * DK)
+        k = _either(own + k_column, x, there + k_column, y, k_mask)
+        own, there = v_ptr + r * stride_v * VEC_V, v_ring_ptr + p * (HEADS * DV)
+        v = _either(own + v_column, x, there + v_column, y, v_mask)
+        own = q_ptr + r * stride_q * VEC_K
+        q = tl.load(own + k_column, mask=x & k_mask, other=0.0).to(tl.float32)
+        own, there = (rows * HEADS + head) * 2, (places * HEADS + head) * 2
+        own, there = gates_ptr + own, gates_ring_ptr + there
+        g = _either(own, given, there, held, given | held)
+        beta = _either(own + 1, given, there + 1, held, given | held)
         if NORM:
             k *= tl.rsqrt(tl.sum(k * k, 1) + eps)[:, None]
             q *= tl.rsqrt(tl.sum(q * q, 1) + eps)[:, None]
@@ -147,8 +120,7 @@ def recurrent_kernel(
                 updates -= tl.where(row > n, part, 0.0)[:, None] * done[None, :]
         out = tl.dot(q * tl.exp(sums)[:, None], state, input_precision="ieee")
         out += tl.dot(scores, updates, input_precision="ieee")
-        target = out_ptr + rows[:, None] * v_width + v_column[None, :]
-        tl.store(target, out, mask=given[:, None] & v_mask[None, :])
+        tl.store(out_ptr + r * (HEADS * DV) + v_column, out, mask=x & v_mask)
 
         left = k * tl.exp(ends)[:, None]
         state = state * tl.exp(last) + tl.dot(tl.trans(left), updates, input_precision="ieee")
@@ -170,7 +142,8 @@ def recurrent(
     """What each row reads of the state of its sequence, [R, H, Dv] fp32.
 
     q, k [R, Hk, Dk], v [R, H, Dv], gates [R, H, 2] fp32: log decay and beta. delta: which rule.
-    eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get 0.
+    eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get
+    0.
     """
     (count, k_heads, dk), (heads, dv) = q.shape, v.shape[1:]
     given = metadata.checkpoints

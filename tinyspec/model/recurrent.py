@@ -125,8 +125,8 @@ class _Calls:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As ``torch_chunk_gated_delta_rule``: query, key [1, R, Hk, Dk], value [1, R, H, Dv], g and
-        beta [1, R, H]."""
+        """As ``torch_chunk_gated_delta_rule``: query, key [1, R, Hk, Dk], value [1, R, H, Dv], g
+        and beta [1, R, H]."""
         _refuse_others(kwargs | {"cache": initial_state})
         if self._context.records():
             return value, None
@@ -151,8 +151,8 @@ class _Calls:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """As ``mamba2_chunk_scan``: hidden_states [1, R, H, Dv], dt [1, R, H], A [H], B and C [1, R,
-        Hk, Dk], D and dt_bias [H]."""
+        """As ``mamba2_chunk_scan``: hidden_states [1, R, H, Dv], dt [1, R, H], A [H], B and C
+        [1, R, Hk, Dk], D and dt_bias [H]."""
         _refuse_others(kwargs | {"cache": initial_states})
         if self._context.records():
             return hidden_states.float()
@@ -221,6 +221,7 @@ def _with(forward: FunctionType, calls: dict[str, Callable[..., Any]]) -> Functi
 
 def _stand_in(module: nn.Module, forward: FunctionType, context: AttentionContext) -> nn.Module:
     own = _Calls(context)
+    calls: dict[str, Callable[..., Any]]
     calls = {CONV: own.convolve, DELTA: own.delta_rule, MAMBA2: own.mamba2}
     return standing_in(module, RecurrentLayer, tinyspec_forward=_with(forward, calls))
 
@@ -246,8 +247,9 @@ def _shape(module: nn.Module, forward: FunctionType, rows: Tensor) -> RecurrentS
         of(key, x)
         return x.float()
 
-    noted = _with(forward, {CONV: convolve, DELTA: delta_rule, MAMBA2: mamba2})
-    noted(module, rows)
+    calls: dict[str, Callable[..., Any]]
+    calls = {CONV: convolve, DELTA: delta_rule, MAMBA2: mamba2}
+    _with(forward, calls)(module, rows)
     return RecurrentShape(**found)
 
 

@@ -42,7 +42,8 @@ class ServedModel:
     and values.
 
     layers: heads of every attention call of a forward, in order. channels: of every short
-    convolution, recurrent: of every recurrent layer, in order of the modules. swapped: in the order of swapping.
+    convolution, recurrent: of every recurrent layer, in order of the modules. swapped: in the order
+    of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
     written: names of buffers, and parameters of the user's modules, that passes were seen to write
     to since weights changed otherwise.

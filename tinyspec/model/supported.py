@@ -32,19 +32,19 @@ CACHE = next((name for name in CACHE_NAMES if name in _prepared), CACHE_NAMES[0]
 SERVED_TYPES = """
 afmoe apertus apertus1p5_text arcee aria_text axk1 bamba bart beam bert bert-generation
 bigbird_pegasus biogpt bitnet blenderbot blenderbot-small camembert codegen cohere cohere2
-cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dory
-dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 flex_olmo flint
-fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified
-gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox
-gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe
-kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash mamba2 marian mbart mellum
-mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama modernbert-decoder
-moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus
-persimmon phi phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe
-qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next roberta roberta-prelayernorm roc_bert sarvam_mla
-sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper xlm-roberta
-xlm-roberta-xl xmod youtu
+cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama
+dory dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1
+flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text
+gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
+gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+iquestcoder jais2 jetmoe kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama llama4 llama4_text
+longcat_flash mamba2 marian mbart mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3
+mistral mixtral mllama modernbert-decoder moss_transcribe_diarize nanochat nemotron nemotron_h
+olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart
+qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+roberta roberta-prelayernorm roc_bert sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm
+starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu zamba2
 """
 SERVED = frozenset(SERVED_TYPES.split())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

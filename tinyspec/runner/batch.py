@@ -87,7 +87,8 @@ class Batch:
             places += [-1] * (bucket - len(places))
             numbers = torch.tensor(list(zip(*owned, strict=True)), dtype=torch.int32, device="cpu")
             slots_of = torch.tensor(places, dtype=torch.int64, device=device)
-            metadata.checkpoints = Checkpoints(*numbers.to(device).unbind(), slots_of)
+            owners, at, to = numbers.to(device).unbind()
+            metadata.checkpoints = Checkpoints(owners, at, to, slots_of)
         return cls(tokens, positions, slots, metadata)
 
 
@@ -222,7 +223,7 @@ class PassMemory:
         metadata = AttentionMetadata(*given, kept=self.kept)
         if self.ring:
             states, places = _state_parts(self._memory, shape)
-            metadata.checkpoints = Checkpoints(*states, places)
+            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places)
         batch = Batch(ids, positions, slots, metadata, packed.embeds)
         in_order = packed.in_order and not self._fixed
         return batch, None if in_order else keep[: shape.logit_rows]

@@ -80,8 +80,8 @@ def run_passes(
                 low, high = max(first, begin), min(end, begin + len(ids))
                 if low < high:
                     parts.append((ids[low - begin : high - begin], low - begin, table))
-                    tiles = ((at - begin) // STATE_TILE * STATE_TILE for at in (low, high))
-                    owned.append((n, *tiles))
+                    at, to = ((x - begin) // STATE_TILE * STATE_TILE for x in (low, high))
+                    owned.append((n, at, to))
                     segments.append(Segment(low - first, high - first, high - begin))
             tape, keep = Tape(segments, tape.after), None
             rows = [

@@ -164,8 +164,8 @@ def most_pages(
     if served.recurrent and device.type != "cpu" and not held:
         needed = KVCache.state_bytes(served, states)
         if needed >= there:
-            most = f"fewer: the recurrent states of {states[0]} take {needed} bytes of {there}"
-            raise refuse("max_sequences", config.max_sequences, most)
+            fewer = f"fewer: the recurrent states of {states[0]} take {needed} bytes of {there}"
+            raise refuse("max_sequences", config.max_sequences, fewer)
         there -= needed
     if config.num_pages is not None:
         if config.num_pages * page > there:

@@ -237,7 +237,7 @@ def page_runs(metadata: AttentionMetadata, causal: CausalMask) -> list[PageRun]:
     stretches: list[list[tuple[int, int, int]]] = []  # of rows, their lengths and first pages
     step = count = alone = 0
     for (row, end), length, pages in segments(metadata):
-        if end > row + 1:
+        if end != row + 1:  # several, or none
             continue
         alone += 1
         number = -(-length // size)

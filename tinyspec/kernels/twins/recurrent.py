@@ -18,18 +18,17 @@ from tinyspec.config import STATE_TILE
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
 from tinyspec.kernels.twins.layers import written_rows
 
-
 # Numbers of fp32.
 LINE = 16
 
 
 class _Step(NamedTuple):
-    """The n-th tiles of segments, those of the first ``count`` (of falling length). moved: which of
-    them have more, or move their state by it; None: all. saved: places among those, and whose
-    states they are."""
+    """The n-th tiles of the first ``segments`` (of falling length), from tile ``first`` on. moved:
+    which of them have more, or move their state by it; None: all. saved: places among those, and
+    whose states they are."""
 
     first: int
-    count: int
+    segments: int
     moved: Tensor | None
     saved: tuple[Tensor, Tensor] | None
 
@@ -200,10 +199,10 @@ def recurrent(
     state = _padded(pool.index_select(0, plan.owners).masked_fill_(plan.new, 0), 2)
     parts = []
     for step in plan.steps:
-        tiles = slice(step.first, step.first + step.count)
-        flat = slice(step.first * heads, (step.first + step.count) * heads)
-        if step.count < len(state):
-            state = state[: step.count]
+        tiles = slice(step.first, step.first + step.segments)
+        flat = slice(step.first * heads, (step.first + step.segments) * heads)
+        if step.segments < len(state):
+            state = state[: step.segments]
         before, own = state.flatten(0, 1), updates[tiles].flatten(0, 1)
         if read is not None:
             own = torch.baddbmm(own, read[tiles].flatten(0, 1), before, alpha=-1)
@@ -211,7 +210,7 @@ def recurrent(
         parts.append(now.baddbmm_(queries[tiles].flatten(0, 1), before))
         if (chosen := step.moved) is not None and not len(chosen):
             break  # no later tile
-        own = own.view(step.count, heads, *own.shape[1:])
+        own = own.view(step.segments, heads, *own.shape[1:])
         old, given, left = state, keys[tiles], total[tiles]
         if chosen is not None:
             old, own, given, left = (x.index_select(0, chosen) for x in (old, own, given, left))

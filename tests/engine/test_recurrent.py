@@ -1,0 +1,230 @@
+"""Models with recurrent layers: whatever happens to a sequence, its state is that of its committed
+tokens. Control: a state that is lost shows in every request, as the models remember."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import tinyspec
+from tests.support import zoo
+from tests.support.cases import (
+    HYBRIDS,
+    bits_of,
+    engine_of,
+    greedy,
+    model_of,
+    one_by_one,
+    run,
+    text,
+    whole,
+)
+from tests.support.mixes import HalfLiar
+from tests.support.recorded import as_on_a_gpu
+from tinyspec import Engine, UnsupportedModelError
+from tinyspec.config import STATE_TILE
+
+KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
+PROMPTS = [text(n, seed=n) for n in (1, 14, 15, 16, 17, 31, 40)]
+REQUESTS = [(prompt, greedy(40)) for prompt in PROMPTS]
+REQUESTS += [(PROMPTS[6], greedy(40, temperature=0.9, seed=3, num_return_sequences=3))]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def subject(request):
+    """A kind, and the bits of every request alone."""
+    with engine_of(model_of(request.param), prefix_cache=False, overlap=False) as engine:
+        return request.param, one_by_one(engine, REQUESTS)
+
+
+def free(engine):
+    """Nobody holds a page, and every state that can be kept is kept or free, once."""
+    states = engine.admission.checkpoints
+    numbers = sorted([*states.kept.values(), *states._free])
+    return whole(engine) and numbers == list(range(engine.config.max_sequences, states.count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_models_remember(kind):
+    """Another first token shows in the logits 300 tokens later."""
+    model, ids = zoo.tiny(HYBRIDS[kind]), torch.tensor([text(301), [7, *text(301)[1:]]])
+    for module in model.modules():  # not by attention
+        if type(module).__name__.endswith("Attention"):
+            nn.init.zeros_(module.o_proj.weight)
+    one, other = model(ids, use_cache=False).logits[:, -1]
+    assert (one - other).abs().max() > 1e-3 * one.abs().max()
+
+
+@pytest.mark.parametrize("wrong", [0.1, 0.6])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.crossed(6)
+def test_rolled_back_at_every_offset(subject, page_size, wrong):
+    """Drafts that are wrong at every place around a state that is moved, in a pool that preempts;
+    cold, and from the prefix cache."""
+    kind, alone = subject
+    truths = [[*prompt, *bits[0][0]] for prompt, bits in zip(PROMPTS, alone, strict=False)]
+    drafter = HalfLiar(truths, page_size, wrong)
+    pages = -(-130 // page_size)
+    settings = {"page_size": page_size, "num_pages": pages, "draft_window": 7, "drafter": drafter}
+    with engine_of(model_of(kind), trace=True, **settings) as engine:
+        for _ in range(2):
+            assert bits_of(run(engine, REQUESTS)) == alone
+        stats, ends = engine.stats(), set()
+        assert stats.rollbacks > 20 and stats.preemptions and free(engine)
+        assert stats.cached_prompt_tokens
+        for record in engine.trace.passes():
+            ends |= {
+                (work.start + 1 + work.accepted) % STATE_TILE
+                for work in record.works
+                if work.kind == "verify"
+            }
+    assert {STATE_TILE - 2, STATE_TILE - 1, 0, 1, 2} <= ends
+
+
+def test_control_a_state_that_is_lost(subject):
+    """Or rows that are, which have come since."""
+    kind, alone = subject
+    for lost in ("state", "k", "gates", "conv"):
+        with engine_of(model_of(kind), max_rows=16) as engine:
+            kernels, context = engine.runner.kernels, engine.served.context
+
+            def forgetful(name, *given, lost=lost, kernels=kernels, context=context, **rule):
+                for layer in context.states:
+                    getattr(layer, lost).zero_()
+                return getattr(kernels, name)(*given, **rule)
+
+            changed = {
+                "recurrent": lambda *x, f=forgetful, **y: f("recurrent", *x, **y),
+                "short_conv": lambda *x, f=forgetful, **y: f("short_conv", *x, **y),
+            }
+            assert engine.fingerprint  # the proof is not what fails
+            context.kernels = replace(kernels, **changed)
+            found = bits_of(run(engine, REQUESTS))
+            assert not any(a == b for a, b in zip(found, alone, strict=True)), lost
+
+
+@pytest.mark.parametrize("settings", [{"kv_dtype": "fp8_e4m3"}, {"backend": "triton"}], ids=str)
+def test_settings(subject, settings, monkeypatch):
+    """A cache of codes holds keys and values alone; what a GPU runs pads its passes."""
+    if "backend" in settings:
+        as_on_a_gpu(monkeypatch)
+    with engine_of(model_of(subject[0]), **settings) as engine:
+        assert {part.dtype for layer in engine.runner.cache.states for part in layer} == {
+            torch.float32
+        }
+        assert bits_of(run(engine, REQUESTS)) == one_by_one(engine, REQUESTS)
+        assert free(engine)
+
+
+def test_states_that_are_kept(subject):
+    """A second turn starts behind the first one; of more prompts than there is room for the latest
+    are kept."""
+    kind, _ = subject
+    model, wanted = model_of(kind), greedy(40)
+    with engine_of(model, page_size=16, max_sequences=2) as engine:
+        (first,) = engine.generate([text(70)], wanted)
+        turn = [*text(70), *first.completions[0].token_ids, *text(9)]
+        (second,) = engine.generate([turn], wanted)
+        # States are kept where pages end, and the last drafts moved none.
+        assert second.completions[0].stats.cached_prompt_tokens in (80, 96)
+        states = engine.admission.checkpoints
+        many = [text(40, seed=n) for n in range(2 * states.count)]
+        engine.generate(many, greedy(1))
+        again = engine.generate(many, greedy(1))
+        assert sum(o.completions[0].stats.cached_prompt_tokens > 0 for o in again) == 0
+        again = engine.generate(many[-3:], greedy(1))
+        assert all(o.completions[0].stats.cached_prompt_tokens == 32 for o in again)
+        assert free(engine)
+    with engine_of(model, prefix_cache=False) as engine:
+        (alone,) = engine.generate([turn], wanted)
+    assert bits_of([alone]) == bits_of([second])
+
+
+def test_weights_that_change(subject):
+    """And nothing of before is used again."""
+    model = model_of(subject[0])
+    with engine_of(model, page_size=16) as engine:
+        (before,) = engine.generate([PROMPTS[6]], greedy(12))
+        with torch.no_grad():
+            for module in model.modules():
+                if hasattr(module, "A_log"):
+                    module.A_log.add_(1.0)
+        (after,) = engine.generate([PROMPTS[6]], greedy(12))
+        assert before.fingerprint != after.fingerprint and bits_of([before]) != bits_of([after])
+        assert after.completions[0].stats.cached_prompt_tokens == 0
+        with engine_of(model, page_size=16) as fresh:
+            assert bits_of(fresh.generate([PROMPTS[6]], greedy(12))) == bits_of([after])
+
+
+def test_values_that_are_not_finite(subject):
+    """A wrong draft whose rows are NaN takes no other with it, whatever of its tile it reaches."""
+    kind, _ = subject
+    model, poison = model_of(kind), 191
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+
+    class Poisoning:
+        def propose(self, sequences, n):
+            return [[5, poison, 7][:n] for _ in sequences]
+
+    with engine_of(model, drafter=Poisoning()) as engine, engine_of(model) as own:
+        assert bits_of(run(engine, REQUESTS)) == one_by_one(own, REQUESTS)
+        assert engine.stats().drafted and free(engine)
+
+
+def test_scores_and_audit(subject):
+    model = model_of(subject[0])
+    with engine_of(model) as engine:
+        outputs = engine.generate(PROMPTS, greedy(40))
+        tokens = [o.completions[0].token_ids for o in outputs]
+        scores = engine.score(PROMPTS, tokens)
+        assert scores == [o.completions[0].logprobs for o in outputs]
+        assert tinyspec.audit(engine, outputs)
+
+
+def test_exact_forwards_and_gradients(subject):
+    """Logits of a forward are those of generation; gradients are refused by name."""
+    model = zoo.tiny(HYBRIDS[subject[0]])
+    with engine_of(model) as engine:
+        (made,) = engine.generate([PROMPTS[6]], greedy(40))
+        ids = torch.tensor([[*PROMPTS[6], *made.completions[0].token_ids]])
+        with tinyspec.canonical(model, engine.config):
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(PROMPTS[6]) - 1 : -1]
+            with pytest.raises(NotImplementedError, match="recurrent layers have no exact grad"):
+                model(ids)
+        found = tinyspec.token_logprobs(logits, ids[0, len(PROMPTS[6]) :])
+        assert found.tolist() == made.completions[0].logprobs
+
+
+def test_others_are_refused():
+    """A layer that computes something else, or calls what is not known."""
+
+    for change in ("forward", "class"):
+        model = zoo.tiny("qwen3_5_text")
+        layer = model.model.layers[0].linear_attn
+        if change == "forward":
+            forward = layer.forward
+            layer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+        else:
+
+            class Other(type(layer)):
+                def forward(self, *args, **kwargs):
+                    return 2 * super().forward(*args, **kwargs)
+
+            layer.__class__ = Other
+        with pytest.raises(UnsupportedModelError, match="of its 2 layers with a state 1 are known"):
+            Engine(model)
+
+
+def test_a_model_without_attention():
+    """Has pages without numbers."""
+    model = zoo.tiny("mamba2")
+    with engine_of(model, num_pages=3, page_size=32) as engine:
+        requests = [(prompt, greedy(20)) for prompt in PROMPTS]
+        alone = one_by_one(engine, requests)
+        assert bits_of(run(engine, requests)) == alone and engine.stats().preemptions
+        ids = torch.tensor([PROMPTS[6]])
+        own = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert own[0, ids.shape[1] :].tolist() == alone[6][0][0]
