@@ -85,7 +85,7 @@ def test_rolled_back_at_every_offset(subject, page_size, wrong):
 def test_control_a_state_that_is_lost(subject):
     """Or rows that are, which have come since."""
     kind, alone = subject
-    for lost in ("state", "k", "gates", "conv"):
+    for lost in ("state", "kv", "gates", "conv"):
         with engine_of(model_of(kind), max_rows=16) as engine:
             kernels, context = engine.runner.kernels, engine.served.context
 

@@ -55,7 +55,7 @@ class Sequences:
 
         self.rows = [rows(n, number) for number, n in enumerate(lengths)]
         count = len(lengths)
-        widths = (1, self.key_heads * dk, self.heads * dv)
+        widths = (1, self.key_heads * dk + self.heads * dv)
         rings = [torch.full((count, RING, w), torch.nan, dtype=dtype) for w in widths]
         rings.append(torch.full((count, RING, 2 * self.heads), torch.nan))
         rings.append(torch.full((count, self.heads, dk, dv), torch.nan))
@@ -85,7 +85,8 @@ class Sequences:
         places = torch.tensor([*slots, *[-1] * padding], device=self.device)
         metadata.checkpoints = Checkpoints(*numbers, places)
         out = self.module.recurrent(q, k, v, gates, self.states, metadata, **rule)
-        for ring, rows in zip(self.states[1:4], (k, v, gates), strict=True):
+        both = torch.cat([k.flatten(1), v.flatten(1)], -1)
+        for ring, rows in ((self.states.kv, both), (self.states.gates, gates)):
             self.module.keep_rows(ring, rows, places, metadata)
         for p, moved in zip(parts, to, strict=True):
             self.at[p.number] = moved

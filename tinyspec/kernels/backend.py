@@ -76,12 +76,11 @@ class Checkpoints:
 
 class LayerStates(NamedTuple):
     """What one recurrent layer keeps of N sequences. In rings of L places what its last rows were:
-    conv [N, L, C], which its convolution reads, k [N, L, Hk * Dk], v [N, L, H * Dv] and gates
-    [N, L, 2 * H] fp32. state: [N, H, Dk, Dv] fp32."""
+    conv [N, L, C], which its convolution reads, kv [N, L, Hk * Dk + H * Dv] and gates [N, L, 2 * H]
+    fp32. state: [N, H, Dk, Dv] fp32."""
 
     conv: Tensor
-    k: Tensor
-    v: Tensor
+    kv: Tensor
     gates: Tensor
     state: Tensor
 

@@ -37,8 +37,7 @@ def recurrent_kernel(
     k_ptr,  # [R, K_HEADS * DK]
     v_ptr,  # [R, HEADS * DV]
     gates_ptr,  # [R, HEADS, 2] fp32
-    k_ring_ptr,  # [N, ring, K_HEADS * DK]
-    v_ring_ptr,  # [N, ring, HEADS * DV]
+    kv_ring_ptr,  # [N, ring, K_HEADS * DK + HEADS * DV]
     gates_ring_ptr,  # [N, ring, HEADS, 2] fp32
     state_ptr,  # [N, HEADS, DK, DV] fp32
     first_ptr,  # [S + 1] int32
@@ -87,10 +86,11 @@ def recurrent_kernel(
         rows = (first + position - start).to(tl.int64)
         places = owner * ring + position % ring
         x, y, r, p = given[:, None], held[:, None], rows[:, None], places[:, None]
-        own, there = k_ptr + r * stride_k * VEC_K, k_ring_ptr + p * (K_HEADS * DK)
-        k = _either(own + k_column, x, there + k_column, y, k_mask)
-        own, there = v_ptr + r * stride_v * VEC_V, v_ring_ptr + p * (HEADS * DV)
-        v = _either(own + v_column, x, there + v_column, y, v_mask)
+        kv = kv_ring_ptr + p * (K_HEADS * DK + HEADS * DV)
+        own = k_ptr + r * stride_k * VEC_K
+        k = _either(own + k_column, x, kv + k_column, y, k_mask)
+        own = v_ptr + r * stride_v * VEC_V
+        v = _either(own + v_column, x, kv + K_HEADS * DK + v_column, y, v_mask)
         own = q_ptr + r * stride_q * VEC_K
         q = tl.load(own + k_column, mask=x & k_mask, other=0.0).to(tl.float32)
         own, there = (rows * HEADS + head) * 2, (places * HEADS + head) * 2
@@ -165,8 +165,7 @@ def recurrent(
         k_ptr=k,
         v_ptr=v,
         gates_ptr=gates.contiguous(),
-        k_ring_ptr=states.k,
-        v_ring_ptr=states.v,
+        kv_ring_ptr=states.kv,
         gates_ring_ptr=states.gates,
         state_ptr=states.state,
         first_ptr=metadata.cu_seqlens_q,
@@ -178,7 +177,7 @@ def recurrent(
         stride_q=q.stride(0) // vec_k,
         stride_k=k.stride(0) // vec_k,
         stride_v=v.stride(0) // vec_v,
-        ring=states.k.shape[1],
+        ring=states.kv.shape[1],
         scale=scale,
         eps=eps or 0.0,
         K_HEADS=k_heads,

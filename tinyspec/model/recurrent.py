@@ -56,9 +56,9 @@ class RecurrentShape:
 
     def parts(self, states: int, ring: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of its ``LayerStates``."""
-        heads, keys, values = self.heads, self.key_heads * self.key_dim, self.heads * self.value_dim
-        widths = ((self.channels, self.inputs), (keys, self.dtype), (values, self.dtype))
-        rings = (*widths, (2 * heads, torch.float32))
+        heads, width = self.heads, self.key_heads * self.key_dim + self.heads * self.value_dim
+        of_model = (self.channels, self.inputs), (width, self.dtype)
+        rings = (*of_model, (2 * heads, torch.float32))
         state = (states, heads, self.key_dim, self.value_dim), torch.float32
         return [*(((states, ring, width), dtype) for width, dtype in rings), state]
 
@@ -181,8 +181,10 @@ class _Calls:
         q, k, v = context.autocast.cast(q, k, v)
         with context.autocast.off():
             out: Tensor = kernels.recurrent(q, k, v, gates, states, metadata, **rule)
-            for ring, rows in ((states.k, k), (states.v, v), (states.gates, gates)):
-                kernels.keep_rows(ring, rows, places, metadata)
+            kernels.keep_rows(
+                states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), places, metadata
+            )
+            kernels.keep_rows(states.gates, gates, places, metadata)
         context.scans += 1
         return out
 
@@ -265,7 +267,7 @@ def _agreed(module: Any, forward: FunctionType, context: AttentionContext) -> Re
             rows = F.rms_norm(rows, rows.shape[-1:])[None]
             own, shape = module(rows), _shape(module, forward, rows)
             parts = shape.parts(1, ROWS)
-            kinds = [trial.autocast.dtype or kind for _, kind in parts[:3]] + [torch.float32] * 2
+            kinds = [trial.autocast.dtype or kind for _, kind in parts[:2]] + [torch.float32] * 2
             made = [
                 torch.zeros(size, dtype=kind, device=like.device)
                 for (size, _), kind in zip(parts, kinds, strict=True)

@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
     empty: Tensor | None
     places: Tensor
     owners: Tensor
-    new: Tensor
+    new: Tensor | None
     steps: list[_Step]
 
 
@@ -99,7 +99,7 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
         torch.from_numpy(empty) if len(empty) else None,
         torch.from_numpy(places),
         torch.from_numpy(owners),
-        torch.from_numpy(at == 0)[:, None, None, None],
+        torch.from_numpy(at == 0)[:, None, None, None] if (at == 0).any() else None,
         steps,
     )
 
@@ -111,17 +111,15 @@ def _padded(x: Tensor, dims: int) -> Tensor:
     return F.pad(x, [n for count in wanted for n in (0, count)]) if any(wanted) else x
 
 
-def _tiled(x: Tensor, ring: Tensor | None, plan: _Plan) -> Tensor:
-    """[tiles, heads, STATE_TILE, ...] fp32 of rows x [R, heads, ...], and of those in the ring
-    [N, L, W]; 0 where there is none."""
-    found = x.index_select(0, plan.rows).float()
-    if ring is not None and plan.held is not None:
+def _tiled(rows: Tensor, ring: Tensor, plan: _Plan) -> Tensor:
+    """[E, W] fp32 of rows [R, W]; the last columns of those that lie in the ring [N, L, w] are from
+    there; 0 where there is none."""
+    found = rows.index_select(0, plan.rows).float()
+    if plan.held is not None:
         places, slots = plan.held
-        held = ring.flatten(0, 1).index_select(0, slots)
-        found.index_copy_(0, places, held.view(-1, *x.shape[1:]).float())
-    if plan.empty is not None:
-        found.index_fill_(0, plan.empty, 0)
-    return found.view(-1, STATE_TILE, *x.shape[1:]).transpose(1, 2)
+        held = ring.flatten(0, 1).index_select(0, slots).float()
+        found[:, found.shape[1] - held.shape[1] :].index_copy_(0, places, held)
+    return found if plan.empty is None else found.index_fill_(0, plan.empty, 0)
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,13 +133,10 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left[..., :STATE_TILE, :].tril(), left[..., STATE_TILE, :], left[..., STATE_TILE - 1, :]
 
 
-def _normed(x: Tensor, eps: float | None) -> Tensor:
-    return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
-
-
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[tiles, Hk, ...] as [tiles, H, ...]: consecutive heads share one of x."""
-    return x.repeat_interleave(heads // x.shape[1], 1)
+    """[tiles, Hk, T, n] as [tiles * H, T, n]: consecutive heads share one of x."""
+    wide = x[:, :, None].expand(*x.shape[:2], heads // x.shape[1], *x.shape[2:])
+    return wide.reshape(-1, *x.shape[2:])
 
 
 def recurrent(
@@ -167,63 +162,70 @@ def recurrent(
     their norms first, and q multiplied by ``scale``. Summed in fp32: by tiles of STATE_TILE tokens
     from position 0 on, whatever the segments are. Padding rows get 0.
     """
-    plan = _plan(metadata, states.k.shape[1])
-    heads = v.shape[1]
-    out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    plan, pool = _plan(metadata, states.kv.shape[1]), states.state
+    (rows, heads, dv), (key_heads, dk) = v.shape, k.shape[1:]
     if not plan.steps:
-        return out
-    keys = _padded(_normed(_tiled(k, states.k, plan), eps), 1)
-    queries = _padded(_normed(_tiled(q, None, plan), eps) * scale, 1)
-    values = _padded(_tiled(v, states.v, plan), 1)
-    both = _tiled(gates, states.gates, plan)
-    pairs, begin, end = _decays(both[..., 0])
-    beta = both[..., 1:]
+        return torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    given = _tiled(torch.cat([x.flatten(1) for x in (q, k, v)], -1), states.kv, plan)
+    keys, values = given.view(-1, STATE_TILE, given.shape[1]).split(
+        [2 * key_heads * dk, heads * dv], 2
+    )
+    keys = keys.unflatten(2, (2 * key_heads, dk))
+    if eps is not None:
+        keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + eps)
+    # All in one layout: that of a view, as of one tile, may give other bits.
+    queries, keys = (x.contiguous() for x in _padded(keys, 1).transpose(1, 2).chunk(2, 1))
+    values = _padded(values.unflatten(2, (heads, dv)), 1).transpose(1, 2).contiguous()
+    values = values.flatten(0, 1)
+    both = _tiled(gates.flatten(1), states.gates, plan).view(-1, STATE_TILE, heads, 2)
+    g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
+    pairs, begin, end = (x.flatten(0, 1) for x in _decays(g))
+    beta, queries = beta.view(-1, 1, STATE_TILE), queries * scale
 
     def products(a: Tensor) -> Tensor:
-        """[tiles, H, T, T] of rows of ``a`` with keys."""
+        """[tiles * H, T, T] of rows of ``a`` with keys, as far as they have not decayed."""
         found = torch.bmm(a.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
         return _grouped(found.view(*a.shape[:3], -1), heads) * pairs
 
-    scores, updates, read = products(queries).flatten(0, 1), beta * values, None
-    system = beta * products(keys) if delta else None
-    keys = _grouped(keys, heads)
-    if system is not None:
-        right = torch.cat([updates, beta * begin[..., None] * keys], -1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        updates, read = solved.split([values.shape[-1], keys.shape[-1]], -1)
+    scores, own = products(queries), _grouped(keys, heads)
+    if delta:
+        system, one = beta.transpose(1, 2) * products(keys), torch.eye(STATE_TILE)
+        solved = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+        solved *= beta
+        updates, read = torch.bmm(solved, values), torch.bmm(solved * begin[:, None], own)
+    else:
+        updates = beta.transpose(1, 2) * values
     queries = _grouped(queries, heads) * begin[..., None]
-    keys = keys * end[..., None]
-    total = begin[..., -1:, None]
+    own = own * end[..., None]
+    left = begin[:, -1:, None]
 
-    pool = states.state
-    state = _padded(pool.index_select(0, plan.owners).masked_fill_(plan.new, 0), 2)
-    parts = []
+    state = pool.index_select(0, plan.owners)
+    if plan.new is not None:
+        state.masked_fill_(plan.new, 0)
+    state, parts = _padded(state, 2).flatten(0, 1), []
     for step in plan.steps:
-        tiles = slice(step.first, step.first + step.segments)
-        flat = slice(step.first * heads, (step.first + step.segments) * heads)
-        if step.segments < len(state):
-            state = state[: step.segments]
-        before, own = state.flatten(0, 1), updates[tiles].flatten(0, 1)
-        if read is not None:
-            own = torch.baddbmm(own, read[tiles].flatten(0, 1), before, alpha=-1)
-        now = torch.bmm(scores[flat], own)
-        parts.append(now.baddbmm_(queries[tiles].flatten(0, 1), before))
-        if (chosen := step.moved) is not None and not len(chosen):
-            break  # no later tile
-        own = own.view(step.segments, heads, *own.shape[1:])
-        old, given, left = state, keys[tiles], total[tiles]
-        if chosen is not None:
-            old, own, given, left = (x.index_select(0, chosen) for x in (old, own, given, left))
-        state = (old * left).flatten(0, 1)
-        state.baddbmm_(given.flatten(0, 1).transpose(1, 2), own.flatten(0, 1))
-        state = state.view(old.shape)
+        tiles = slice(step.first * heads, (step.first + step.segments) * heads)
+        state, update = state[: step.segments * heads], updates[tiles]
+        if delta:
+            update = torch.baddbmm(update, read[tiles], state, alpha=-1)
+        parts.append(torch.bmm(scores[tiles], update).baddbmm_(queries[tiles], state))
+        moved = [own[tiles], update, left[tiles], state]
+        if (chosen := step.moved) is not None:
+            if not len(chosen):
+                break  # no later tile
+            wide = (x.unflatten(0, (-1, heads)).index_select(0, chosen) for x in moved)
+            moved = [x.flatten(0, 1) for x in wide]
+        state = (moved[3] * moved[2]).baddbmm_(moved[0].transpose(1, 2), moved[1])
         if step.saved is not None:
             places, owners = step.saved
-            kept = state.index_select(0, places)[..., : pool.shape[-2], : pool.shape[-1]]
-            pool.index_copy_(0, owners, kept)
-    found = torch.cat(parts).view(-1, heads, STATE_TILE, values.shape[-1]).transpose(1, 2)
-    chosen = found.flatten(0, 1).index_select(0, plan.places)
-    out[: len(chosen)] = chosen[..., : v.shape[-1]]
+            kept = state.unflatten(0, (-1, heads)).index_select(0, places)
+            pool.index_copy_(0, owners, kept[..., :dk, :dv])
+    found = torch.cat(parts) if len(parts) > 1 else parts[0]
+    found = found.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[..., :dv]
+    if len(plan.places) == rows:
+        return found.index_select(0, plan.places)
+    out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    out[: len(plan.places)] = found.index_select(0, plan.places)
     return out
 
 

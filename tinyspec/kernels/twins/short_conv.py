@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,18 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.layers import written_rows
 
 
-def _places(
-    metadata: AttentionMetadata, rows: int, taps: int, ring: int
-) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """[taps, R], oldest first: of every row the slots of the positions up to its own, and [taps, R,
-    1] whether there is none: once per pass. ring: of so many tokens, not 0: rows of the pass in
-    place of slots, and of each tap which lie before their segments, with their places in rings."""
+class _Places(NamedTuple):
+    """Of the rows of a pass and those before them, tap by tap, oldest first, [taps * R]. slots: in
+    the pages; with rings rows of the pass. held: which of them lie in rings, and their places there.
+    none: which are before the first of their sequence; None: nowhere any."""
+
+    slots: Tensor
+    held: tuple[Tensor, Tensor] | None
+    none: Tensor | None
+
+
+def _places(metadata: AttentionMetadata, rows: int, taps: int, ring: int) -> _Places:
+    """Once per pass; ring: of so many tokens, or 0."""
     key = "places", rows, taps, ring
     if key not in metadata.derived:
         ends, size = metadata.cu_seqlens_q[1:], metadata.page_size
@@ -25,21 +33,23 @@ def _places(
         own = metadata.seq_lens[segment] - (ends[segment] - row)
         back = torch.arange(taps - 1, -1, -1, dtype=torch.int32, device=ends.device)
         position = (own - back[:, None]).masked_fill_(padding, -1).long()
-        none = position < 0
+        empty = position < 0
         position.clamp_(min=0)
-        held = []
+        held = None
         if ring:
             assert metadata.checkpoints is not None
             given = row - back[:, None] >= metadata.cu_seqlens_q[segment]
             slots = torch.where(given, row - back[:, None], row).long()
+            stored = (~given & ~empty).flatten().nonzero().squeeze(-1)
             there = metadata.checkpoints.owners[segment] * ring + position % ring
-            for stored, places in zip(~given & ~none, there, strict=True):
-                chosen = stored.nonzero().squeeze(-1)
-                held.append((chosen, places[chosen]))
+            held = (stored, there.flatten()[stored]) if len(stored) else None
         else:
             slots = metadata.page_table[segment, position // size].long() * size + position % size
-        metadata.derived[key] = slots, none[..., None], held
-    return metadata.derived[key]
+        none = empty.flatten().nonzero().squeeze(-1)
+        found = _Places(slots.flatten(), held, none if len(none) else None)
+        metadata.derived[key] = found
+    places: _Places = metadata.derived[key]
+    return places
 
 
 def short_conv(
@@ -69,11 +79,13 @@ def short_conv(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if bias is not None:
         total += bias.float()
-    places, none, held = _places(metadata, len(x), len(taps), pool.shape[1] if ring else 0)
-    for n, tap in enumerate(taps):
-        rows = (x if ring else stored).index_select(0, places[n]).float()
-        if ring:
-            chosen, before = held[n]
-            rows.index_copy_(0, chosen, stored.index_select(0, before).float())
-        total += rows.masked_fill_(none[n], 0) * tap
+    places = _places(metadata, len(x), len(taps), pool.shape[1] if ring else 0)
+    rows = (x if ring else stored).index_select(0, places.slots)
+    if places.held is not None:
+        chosen, before = places.held
+        rows.index_copy_(0, chosen, stored.index_select(0, before))
+    if places.none is not None:
+        rows.index_fill_(0, places.none, 0)
+    for tap, part in zip(taps, rows.float().view(len(taps), *x.shape), strict=True):
+        total += part * tap
     return total.to(x.dtype)
