@@ -71,6 +71,8 @@ WIDTHS = [63, 1024, 2880, 4096, 32768]
 NORMS = {"sum": (True, False), "sum offset": (True, True), "alone": (False, False)}
 INNER = {"even": (3072, 14336), "odd": (63, 11009)}
 CHANNELS = {"even": (1024, 2048), "odd": (63, 1001)}
+# Heads of keys and of values, and their sizes: of Qwen3-Next, Nemotron-H and OLMo-Hybrid.
+STATES = {"delta": (16, 32, 128, 128), "mamba2": (8, 64, 128, 64), "olmo": (30, 30, 96, 192)}
 # Sizes of vocabularies per binary, by how far they divide.
 VOCABULARIES = {"even": (4096, 128256, 151936), "odd": (1, 50257)}
 # Of what does not attend.
@@ -114,6 +116,10 @@ def entries() -> dict[str, Callable[[], Iterator[Call]]]:
         found[f"add {dtype} {kind} rounds={rounds}"] = calls
     for dtype, kind in product(dtypes, CHANNELS):
         found[f"short_conv {dtype} {kind}"] = partial(short_conv_calls, dtype, kind)
+        found[f"short_conv {dtype} {kind} ring"] = partial(short_conv_calls, dtype, kind, True)
+        found[f"keep_rows {dtype} {kind}"] = partial(keep_rows_calls, dtype, kind)
+    for dtype, rule in product(dtypes, STATES):
+        found[f"recurrent {dtype} {rule}"] = partial(recurrent_calls, dtype, rule)
     return found
 
 
@@ -217,7 +223,48 @@ def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> Iterator[Call
         yield partial(gated, both[:, :width], both[:, width:], activation)
 
 
-def short_conv_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
+def checkpoints_of(rows: int) -> Any:
+    """Metadata of as many segments, at any address."""
+    from tinyspec.kernels.backend import Checkpoints
+
+    owners, at, to = (ints([0] * (rows + 1))[1:] for _ in range(3))
+    return Checkpoints(owners, at, to, torch.zeros(rows + 1, dtype=torch.long)[1:])
+
+
+def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
+    from tinyspec.kernels.backend import AttentionMetadata, LayerStates
+    from tinyspec.kernels.recurrent import recurrent
+
+    key_heads, heads, dk, dv = STATES[rule]
+    wide = 2 * key_heads * dk + heads * dv
+    for rows, ring, more in ((1, 48, 0), (16, 64, 2 * dk), (777, 48, 0)):
+        q, k, v = torch.zeros(rows, wide + more, dtype=dtype)[:, :wide].split(
+            [key_heads * dk, key_heads * dk, heads * dv], 1
+        )
+        q, k, v = q.view(rows, -1, dk), k.view(rows, -1, dk), v.view(rows, -1, dv)
+        rings = (
+            torch.zeros(2, ring, 1),
+            torch.zeros(2, ring, key_heads * dk + heads * dv, dtype=dtype),
+        )
+        gates, state = torch.zeros(2, ring, 2 * heads), torch.zeros(4, heads, dk, dv)
+        states, own = LayerStates(*rings, gates, state), torch.zeros(rows, heads, 2)
+        given = ints([[0]] * rows), ints([0] * (rows + 2))[1:], ints([0] * (rows + 1))[1:], 16
+        metadata = AttentionMetadata(*given, checkpoints=checkpoints_of(rows))
+        eps = 1e-6 if rule == "delta" else None
+        yield partial(recurrent, q, k, v, own, states, metadata, rule != "mamba2", 0.1, eps)
+
+
+def keep_rows_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
+    from tinyspec.kernels.recurrent import keep_rows
+
+    for width, rows in product(CHANNELS[kind], ROWS):
+        ring, slots = torch.zeros(2, 48, width, dtype=dtype), checkpoints_of(rows).slots
+        yield partial(
+            keep_rows, ring, torch.zeros(rows, 3 * width, dtype=dtype)[:, :width], slots, None
+        )
+
+
+def short_conv_calls(dtype: torch.dtype, kind: str, ring: bool = False) -> Iterator[Call]:
     from tinyspec.kernels.backend import AttentionMetadata
     from tinyspec.kernels.short_conv import short_conv
 
@@ -227,9 +274,12 @@ def short_conv_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
         pool = torch.zeros(2, size, 1, width, dtype=dtype)
         given = ints([0] * 3 * rows).view(rows, 3)[:, 1:], ints([0] * (rows + 2))[1:]
         metadata = AttentionMetadata(*given, ints([0] * (rows + 1))[1:], size)
+        if ring:
+            pool, metadata.checkpoints = pool[:, :, 0], checkpoints_of(rows)
         weight = weight[1:].view(width, 3).to(dtype)
         slots = torch.zeros(rows + 1, dtype=torch.long)[1:]
-        yield partial(short_conv, x[:, :width], weight, weight[:, 0].clone(), pool, slots, metadata)
+        own = x[:, :width], weight, weight[:, 0].clone(), pool, slots, metadata
+        yield partial(short_conv, *own, ring=ring)
 
 
 def answer() -> None:
@@ -408,6 +458,8 @@ ESSENTIAL = {
     ("sm_90", "add_rms_norm torch.bfloat16 4096 sum"),
     ("sm_90", "gated torch.bfloat16 even silu"),
     ("sm_90", "short_conv torch.bfloat16 even"),
+    *(("sm_90", f"recurrent torch.bfloat16 {rule}") for rule in ("delta", "mamba2")),
+    *(("sm_80", f"{entry} torch.bfloat16 even") for entry in ("keep_rows",)),
     *(("sm_90", entry) for entry in ("sort", "add torch.bfloat16 even rounds=True")),
     *(("gfx942", entry) for entry in ("grouped torch.bfloat16 odd kn", WIDER)),
 }

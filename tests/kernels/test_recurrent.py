@@ -58,7 +58,7 @@ class Sequences:
         widths = (1, self.key_heads * dk + self.heads * dv)
         rings = [torch.full((count, RING, w), torch.nan, dtype=dtype) for w in widths]
         rings.append(torch.full((count, RING, 2 * self.heads), torch.nan))
-        rings.append(torch.full((count, self.heads, dk, dv), torch.nan))
+        rings.append(torch.full((2 * count, self.heads, dk, dv), torch.nan))
         self.states = LayerStates(*(ring.to(device) for ring in rings))
         self.at = [0] * count
 

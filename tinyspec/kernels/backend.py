@@ -77,7 +77,7 @@ class Checkpoints:
 class LayerStates(NamedTuple):
     """What one recurrent layer keeps of N sequences. In rings of L places what its last rows were:
     conv [N, L, C], which its convolution reads, kv [N, L, Hk * Dk + H * Dv] and gates [N, L, 2 * H]
-    fp32. state: [N, H, Dk, Dv] fp32."""
+    fp32. state: [2 * N, H, Dk, Dv] fp32; the second half is to spare."""
 
     conv: Tensor
     kv: Tensor

@@ -130,7 +130,9 @@ SORT = RowLaunch(1024, num_warps=4)
 ADD_EXPERTS = RowLaunch(512, num_warps=1)
 SHORT_CONV = RowLaunch(512, num_warps=1)
 # Columns of a recurrent layer's values, numbers of a row that is kept.
-RECURRENT = RowLaunch(32, num_warps=4)
+RECURRENT = RowLaunch(32, num_warps=8)
+# Rows of its states that a program reads at a time.
+STATE_KEYS = 32
 KEEP_ROWS = RowLaunch(1024, num_warps=2)
 # Segments that a program looks through at a time for that of its row.
 SEGMENTS = 64

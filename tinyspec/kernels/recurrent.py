@@ -3,10 +3,11 @@
     S_t = exp(g_t) S_{t-1} + k_t u_t^T
     out_t = S_t^T q_t
 
-A program owns BLOCK_V columns of one head's state in one segment. From the state of the sequence on
-it goes through all tokens since: those before the segment are read from the ring, the segment's own
-where they are given. A tile is STATE_TILE tokens from a multiple of it on, filled up with zeros, so
-a row's numbers follow from its sequence alone. Rings are written by ``keep_rows`` afterwards.
+A program owns BLOCK_V columns of one head's state in one segment, which it reads and writes by
+BLOCK_K rows. From the state of the sequence on it goes through all tokens since: those before the
+segment are read from the ring, the segment's own where they are given. A tile is STATE_TILE tokens
+from a multiple of it on, filled up with zeros, so a row's numbers follow from its sequence alone.
+Rings are written by ``keep_rows`` afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def recurrent_kernel(
     gates_ptr,  # [R, HEADS, 2] fp32
     kv_ring_ptr,  # [N, ring, K_HEADS * DK + HEADS * DV]
     gates_ring_ptr,  # [N, ring, HEADS, 2] fp32
-    state_ptr,  # [N, HEADS, DK, DV] fp32
+    state_ptr,  # [2 * N, HEADS, DK, DV] fp32
     first_ptr,  # [S + 1] int32
     length_ptr,  # [S] int32
     owner_ptr,  # [S] int32
@@ -50,6 +51,7 @@ def recurrent_kernel(
     stride_k,
     stride_v,  # in units of VEC_V
     ring,
+    states,  # behind so many there is one to spare for each
     scale,
     eps,
     K_HEADS: tl.constexpr,
@@ -74,11 +76,9 @@ def recurrent_kernel(
     length = tl.load(length_ptr + segment)
     start, end = length - count, tl.where(count > 0, length, at)
 
-    k_column, v_column = head // (HEADS // K_HEADS) * DK + ks[None, :], head * DV + vs[None, :]
-    k_mask, v_mask = ks[None, :] < DK, vs[None, :] < DV
-    cell = state_ptr + ((owner * HEADS + head) * DK + ks[:, None]) * DV + vs[None, :]
-    whole = (ks[:, None] < DK) & v_mask
-    state = tl.load(cell, mask=whole & (ks[:, None] < tl.where(at > 0, DK, 0)), other=0.0)
+    k_first, v_column = head // (HEADS // K_HEADS) * DK, head * DV + vs[None, :]
+    v_mask = vs[None, :] < DV
+    cells = state_ptr + head * DK * DV + ks[:, None] * DV + vs[None, :]
 
     for begin in range(at, end, TILE):
         position = begin + row
@@ -86,46 +86,78 @@ def recurrent_kernel(
         rows = (first + position - start).to(tl.int64)
         places = owner * ring + position % ring
         x, y, r, p = given[:, None], held[:, None], rows[:, None], places[:, None]
+        own_q, own_k = q_ptr + r * stride_q * VEC_K, k_ptr + r * stride_k * VEC_K
         kv = kv_ring_ptr + p * (K_HEADS * DK + HEADS * DV)
-        own = k_ptr + r * stride_k * VEC_K
-        k = _either(own + k_column, x, kv + k_column, y, k_mask)
         own = v_ptr + r * stride_v * VEC_V
         v = _either(own + v_column, x, kv + K_HEADS * DK + v_column, y, v_mask)
-        own = q_ptr + r * stride_q * VEC_K
-        q = tl.load(own + k_column, mask=x & k_mask, other=0.0).to(tl.float32)
         own, there = (rows * HEADS + head) * 2, (places * HEADS + head) * 2
         own, there = gates_ptr + own, gates_ring_ptr + there
         g = _either(own, given, there, held, given | held)
         beta = _either(own + 1, given, there + 1, held, given | held)
+
+        # The state before the tile: none, the sequence's, or behind what it moves to one that the
+        # next pass computes again.
+        spare = begin > tl.maximum(at, to)
+        source = cells + tl.where(spare, owner + states, owner) * (HEADS * DK * DV)
+        there_is = tl.where(begin > 0, DK, 0)
+        scores = tl.zeros([TILE, TILE], tl.float32)
+        system = tl.zeros([TILE, TILE], tl.float32)
+        read = tl.zeros([TILE, BLOCK_V], tl.float32)
+        out = tl.zeros([TILE, BLOCK_V], tl.float32)
+        k_squares = tl.zeros([TILE], tl.float32)
+        q_squares = tl.zeros([TILE], tl.float32)
+        for c in range(0, DK, BLOCK_K):
+            column, mask = k_first + c + ks[None, :], c + ks[None, :] < DK
+            k = _either(own_k + column, x, kv + column, y, mask)
+            q = tl.load(own_q + column, mask=x & mask, other=0.0).to(tl.float32)
+            state = tl.load(source + c * DV, mask=(c + ks[:, None] < there_is) & v_mask, other=0.0)
+            scores += tl.dot(q, tl.trans(k), input_precision="ieee")
+            out += tl.dot(q, state, input_precision="ieee")
+            if DELTA:
+                system += tl.dot(k, tl.trans(k), input_precision="ieee")
+                read += tl.dot(k, state, input_precision="ieee")
+            if NORM:
+                k_squares += tl.sum(k * k, 1)
+                q_squares += tl.sum(q * q, 1)
         if NORM:
-            k *= tl.rsqrt(tl.sum(k * k, 1) + eps)[:, None]
-            q *= tl.rsqrt(tl.sum(q * q, 1) + eps)[:, None]
-        q *= scale
+            k_norm, q_norm = tl.rsqrt(k_squares + eps), tl.rsqrt(q_squares + eps) * scale
+        else:
+            k_norm, q_norm = k_squares + 1.0, q_squares + scale
 
         # Log decays of the tokens between two rows alone: differences of sums would be less exact.
         between = tl.cumsum(tl.where(row[:, None] > row[None, :], g[:, None], 0.0), 0)
         ends = tl.sum(tl.where(row[:, None] == TILE - 1, between, 0.0), 0)
         sums = tl.cumsum(g, 0)
         last = tl.sum(tl.where(row == TILE - 1, sums, 0.0), 0)
-        pairs = tl.where(row[:, None] >= row[None, :], tl.exp(between), 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * pairs
+        pairs = tl.where(row[:, None] >= row[None, :], tl.exp(between), 0.0) * k_norm[None, :]
+        scores *= pairs * q_norm[:, None]
         updates = beta[:, None] * v
         if DELTA:
-            read = tl.dot(k, state, input_precision="ieee")
-            updates -= (beta * tl.exp(sums))[:, None] * read
-            system = tl.dot(k, tl.trans(k), input_precision="ieee") * pairs * beta[:, None]
+            updates -= (beta * tl.exp(sums) * k_norm)[:, None] * read
+            system *= pairs * (beta * k_norm)[:, None]
             for n in range(TILE - 1):  # what row n has added the later ones do not add again
                 done = tl.sum(tl.where(row[:, None] == n, updates, 0.0), 0)
                 part = tl.sum(tl.where(row[None, :] == n, system, 0.0), 1)
                 updates -= tl.where(row > n, part, 0.0)[:, None] * done[None, :]
-        out = tl.dot(q * tl.exp(sums)[:, None], state, input_precision="ieee")
+        out = out * (q_norm * tl.exp(sums))[:, None]
         out += tl.dot(scores, updates, input_precision="ieee")
         tl.store(out_ptr + r * (HEADS * DV) + v_column, out, mask=x & v_mask)
 
-        left = k * tl.exp(ends)[:, None]
-        state = state * tl.exp(last) + tl.dot(tl.trans(left), updates, input_precision="ieee")
-        if begin + TILE == to:
-            tl.store(cell, state, mask=whole)
+        after = begin + TILE
+        if (after <= to) | (after < end):
+            updates *= (tl.exp(ends) * k_norm)[:, None]
+            target = cells + tl.where(after > to, owner + states, owner) * (HEADS * DK * DV)
+            for c in range(0, DK, BLOCK_K):
+                column, mask = k_first + c + ks[None, :], c + ks[None, :] < DK
+                k = _either(own_k + column, x, kv + column, y, mask)
+                whole = (c + ks[:, None] < DK) & v_mask
+                state = tl.load(
+                    source + c * DV, mask=(c + ks[:, None] < there_is) & v_mask, other=0.0
+                )
+                state = state * tl.exp(last)
+                state += tl.dot(tl.trans(k), updates, input_precision="ieee")
+                tl.store(target + c * DV, state, mask=whole)
+            tl.debug_barrier()  # the next tile reads what all lanes have written
 
 
 def recurrent(
@@ -178,6 +210,7 @@ def recurrent(
         stride_k=k.stride(0) // vec_k,
         stride_v=v.stride(0) // vec_v,
         ring=states.kv.shape[1],
+        states=len(states.kv),
         scale=scale,
         eps=eps or 0.0,
         K_HEADS=k_heads,
@@ -189,7 +222,7 @@ def recurrent(
         DELTA=delta,
         NORM=eps is not None,
         TILE=STATE_TILE,
-        BLOCK_K=launch.padded(dk),
+        BLOCK_K=launch.STATE_KEYS,
         BLOCK_V=entry.block,
         num_warps=entry.num_warps,
         **launch.OPTIONS,

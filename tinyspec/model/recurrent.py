@@ -59,7 +59,7 @@ class RecurrentShape:
         heads, width = self.heads, self.key_heads * self.key_dim + self.heads * self.value_dim
         of_model = (self.channels, self.inputs), (width, self.dtype)
         rings = (*of_model, (2 * heads, torch.float32))
-        state = (states, heads, self.key_dim, self.value_dim), torch.float32
+        state = (2 * states, heads, self.key_dim, self.value_dim), torch.float32
         return [*(((states, ring, width), dtype) for width, dtype in rings), state]
 
 

@@ -13,8 +13,8 @@ from tinyspec.kernels.twins.layers import written_rows
 
 class _Places(NamedTuple):
     """Of the rows of a pass and those before them, tap by tap, oldest first, [taps * R]. slots: in
-    the pages; with rings rows of the pass. held: which of them lie in rings, and their places there.
-    none: which are before the first of their sequence; None: nowhere any."""
+    the pages; with rings rows of the pass. held: which of them lie in rings, and where. none: which
+    are before the first of their sequence; None: nowhere any."""
 
     slots: Tensor
     held: tuple[Tensor, Tensor] | None
