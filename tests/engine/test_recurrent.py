@@ -2,6 +2,7 @@
 tokens. Control: a state that is lost shows in every request, as the models remember."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ from tinyspec import Engine, UnsupportedModelError
 from tinyspec.config import STATE_TILE
 
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
-PROMPTS = [text(n, seed=n) for n in (1, 14, 15, 16, 17, 31, 40)]
-REQUESTS = [(prompt, greedy(40)) for prompt in PROMPTS]
-REQUESTS += [(PROMPTS[6], greedy(40, temperature=0.9, seed=3, num_return_sequences=3))]
+PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
+REQUESTS = [(prompt, greedy(24)) for prompt in PROMPTS]
+REQUESTS += [(PROMPTS[3], greedy(24, temperature=0.9, seed=3, num_return_sequences=3))]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -58,20 +59,20 @@ def test_the_models_remember(kind):
 
 @pytest.mark.parametrize("wrong", [0.1, 0.6])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.crossed(6)
+@pytest.mark.crossed(3)
 def test_rolled_back_at_every_offset(subject, page_size, wrong):
     """Drafts that are wrong at every place around a state that is moved, in a pool that preempts;
     cold, and from the prefix cache."""
     kind, alone = subject
     truths = [[*prompt, *bits[0][0]] for prompt, bits in zip(PROMPTS, alone, strict=False)]
     drafter = HalfLiar(truths, page_size, wrong)
-    pages = -(-130 // page_size)
+    pages = -(-70 // page_size)
     settings = {"page_size": page_size, "num_pages": pages, "draft_window": 7, "drafter": drafter}
     with engine_of(model_of(kind), trace=True, **settings) as engine:
         for _ in range(2):
             assert bits_of(run(engine, REQUESTS)) == alone
         stats, ends = engine.stats(), set()
-        assert stats.rollbacks > 20 and stats.preemptions and free(engine)
+        assert stats.rollbacks > 15 and stats.preemptions and free(engine)
         assert stats.cached_prompt_tokens
         for record in engine.trace.passes():
             ends |= {
@@ -100,8 +101,8 @@ def test_control_a_state_that_is_lost(subject):
             }
             assert engine.fingerprint  # the proof is not what fails
             context.kernels = replace(kernels, **changed)
-            found = bits_of(run(engine, REQUESTS))
-            assert not any(a == b for a, b in zip(found, alone, strict=True)), lost
+            found = bits_of(run(engine, REQUESTS[-2:]))
+            assert not any(a == b for a, b in zip(found, alone[-2:], strict=True)), lost
 
 
 @pytest.mark.parametrize("settings", [{"kv_dtype": "fp8_e4m3"}, {"backend": "triton"}], ids=str)
@@ -113,7 +114,7 @@ def test_settings(subject, settings, monkeypatch):
         assert {part.dtype for layer in engine.runner.cache.states for part in layer} == {
             torch.float32
         }
-        assert bits_of(run(engine, REQUESTS)) == one_by_one(engine, REQUESTS)
+        assert bits_of(run(engine, REQUESTS[1:4])) == one_by_one(engine, REQUESTS[1:4])
         assert free(engine)
 
 
@@ -121,13 +122,13 @@ def test_states_that_are_kept(subject):
     """A second turn starts behind the first one; of more prompts than there is room for the latest
     are kept."""
     kind, _ = subject
-    model, wanted = model_of(kind), greedy(40)
+    model, wanted = model_of(kind), greedy(24)
     with engine_of(model, page_size=16, max_sequences=2) as engine:
         (first,) = engine.generate([text(70)], wanted)
         turn = [*text(70), *first.completions[0].token_ids, *text(9)]
         (second,) = engine.generate([turn], wanted)
         # States are kept where pages end, and the last drafts moved none.
-        assert second.completions[0].stats.cached_prompt_tokens in (80, 96)
+        assert second.completions[0].stats.cached_prompt_tokens in (64, 80)
         states = engine.admission.checkpoints
         many = [text(40, seed=n) for n in range(2 * states.count)]
         engine.generate(many, greedy(1))
@@ -145,16 +146,16 @@ def test_weights_that_change(subject):
     """And nothing of before is used again."""
     model = model_of(subject[0])
     with engine_of(model, page_size=16) as engine:
-        (before,) = engine.generate([PROMPTS[6]], greedy(12))
+        (before,) = engine.generate([PROMPTS[3]], greedy(12))
         with torch.no_grad():
             for module in model.modules():
                 if hasattr(module, "A_log"):
                     module.A_log.add_(1.0)
-        (after,) = engine.generate([PROMPTS[6]], greedy(12))
+        (after,) = engine.generate([PROMPTS[3]], greedy(12))
         assert before.fingerprint != after.fingerprint and bits_of([before]) != bits_of([after])
         assert after.completions[0].stats.cached_prompt_tokens == 0
         with engine_of(model, page_size=16) as fresh:
-            assert bits_of(fresh.generate([PROMPTS[6]], greedy(12))) == bits_of([after])
+            assert bits_of(fresh.generate([PROMPTS[3]], greedy(12))) == bits_of([after])
 
 
 def test_values_that_are_not_finite(subject):
@@ -169,14 +170,15 @@ def test_values_that_are_not_finite(subject):
             return [[5, poison, 7][:n] for _ in sequences]
 
     with engine_of(model, drafter=Poisoning()) as engine, engine_of(model) as own:
-        assert bits_of(run(engine, REQUESTS)) == one_by_one(own, REQUESTS)
+        requests = [(prompt, greedy(6)) for prompt in PROMPTS[2:]]
+        assert bits_of(run(engine, requests)) == one_by_one(own, requests)
         assert engine.stats().drafted and free(engine)
 
 
 def test_scores_and_audit(subject):
     model = model_of(subject[0])
     with engine_of(model) as engine:
-        outputs = engine.generate(PROMPTS, greedy(40))
+        outputs = engine.generate(PROMPTS, greedy(24))
         tokens = [o.completions[0].token_ids for o in outputs]
         scores = engine.score(PROMPTS, tokens)
         assert scores == [o.completions[0].logprobs for o in outputs]
@@ -187,14 +189,14 @@ def test_exact_forwards_and_gradients(subject):
     """Logits of a forward are those of generation; gradients are refused by name."""
     model = zoo.tiny(HYBRIDS[subject[0]])
     with engine_of(model) as engine:
-        (made,) = engine.generate([PROMPTS[6]], greedy(40))
-        ids = torch.tensor([[*PROMPTS[6], *made.completions[0].token_ids]])
+        (made,) = engine.generate([PROMPTS[3]], greedy(24))
+        ids = torch.tensor([[*PROMPTS[3], *made.completions[0].token_ids]])
         with tinyspec.canonical(model, engine.config):
             with torch.no_grad():
-                logits = model(ids).logits[0, len(PROMPTS[6]) - 1 : -1]
+                logits = model(ids).logits[0, len(PROMPTS[3]) - 1 : -1]
             with pytest.raises(NotImplementedError, match="recurrent layers have no exact grad"):
                 model(ids)
-        found = tinyspec.token_logprobs(logits, ids[0, len(PROMPTS[6]) :])
+        found = tinyspec.token_logprobs(logits, ids[0, len(PROMPTS[3]) :])
         assert found.tolist() == made.completions[0].logprobs
 
 
@@ -205,8 +207,7 @@ def test_others_are_refused():
         model = zoo.tiny("qwen3_5_text")
         layer = model.model.layers[0].linear_attn
         if change == "forward":
-            forward = layer.forward
-            layer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+            layer.forward = partial(type(layer).forward, layer)
         else:
 
             class Other(type(layer)):
@@ -225,6 +226,6 @@ def test_a_model_without_attention():
         requests = [(prompt, greedy(20)) for prompt in PROMPTS]
         alone = one_by_one(engine, requests)
         assert bits_of(run(engine, requests)) == alone and engine.stats().preemptions
-        ids = torch.tensor([PROMPTS[6]])
+        ids = torch.tensor([PROMPTS[3]])
         own = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
-        assert own[0, ids.shape[1] :].tolist() == alone[6][0][0]
+        assert own[0, ids.shape[1] :].tolist() == alone[3][0][0]

@@ -3,6 +3,7 @@ and twin."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -185,8 +186,5 @@ def test_a_chunk_as_long_as_the_ring(module: ModuleType, dtype: torch.dtype) -> 
     (expected,) = Sequences(module, dtype, SHAPES[0], lengths).whole(DELTA)
     made = Sequences(module, dtype, SHAPES[0], lengths)
     cuts = (0, 10, 10 + RING, lengths[0])
-    found = [
-        made.run([Part(0, first, end, end)], DELTA)[0]
-        for first, end in zip(cuts, cuts[1:], strict=False)
-    ]
+    found = [made.run([Part(0, first, end, end)], DELTA)[0] for first, end in pairwise(cuts)]
     assert torch.equal(torch.cat(found), expected)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from tinyspec.kernels import backend
@@ -255,15 +256,17 @@ def _shape(module: nn.Module, forward: FunctionType, rows: Tensor) -> RecurrentS
     return RecurrentShape(**found)
 
 
-def _agreed(module: Any, forward: FunctionType, context: AttentionContext) -> RecurrentShape | None:
-    """The shape of a layer whose stand-in gives rows of one sequence what it gives them, up to
-    rounding; None of another."""
+def _agreed(
+    module: Any, forward: FunctionType, width: int, context: AttentionContext
+) -> RecurrentShape | None:
+    """The shape of a layer whose stand-in gives rows [.., width] of one sequence what it gives
+    them, up to rounding; None of another."""
     trial, like = AttentionContext(context.autocast), next(module.parameters())
     trial.kernels = backend.load("torch" if like.device.type == "cpu" else "triton")
     try:
         with scratch_weights(module):
             # Of one size: what a state keeps of larger ones hides others, and rounds them.
-            rows = probe_rows((_width(module),), like.dtype, like.device)
+            rows = probe_rows((width,), like.dtype, like.device)
             rows = F.rms_norm(rows, rows.shape[-1:])[None]
             own, shape = module(rows), _shape(module, forward, rows)
             parts = shape.parts(1, ROWS)
@@ -285,15 +288,11 @@ def _agreed(module: Any, forward: FunctionType, context: AttentionContext) -> Re
     return shape if close(found, own, ROUNDINGS) else None
 
 
-def _width(module: nn.Module) -> int:
-    """Of hidden states: what its first linear takes."""
-    return next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
-
-
 def recurrent_stand_ins(
-    model: nn.Module, context: AttentionContext
+    model: PreTrainedModel, context: AttentionContext
 ) -> tuple[dict[nn.Module, nn.Module], list[RecurrentShape]]:
     """The stand-ins of recurrent layers, in order of the modules, and their shapes."""
+    width = model.config.get_text_config(decoder=True).hidden_size
     agreed: dict[Any, RecurrentShape | None] = {}
     made: dict[Any, nn.Module] = {}
     shapes: list[RecurrentShape] = []
@@ -301,7 +300,7 @@ def recurrent_stand_ins(
         if (forward := _own_forward(module)) is None:
             continue
         if (kind := kind_of(module)) not in agreed:
-            agreed[kind] = _agreed(module, forward, context)
+            agreed[kind] = _agreed(module, forward, width, context)
         if (shape := agreed[kind]) is not None:
             made[module] = _stand_in(module, forward, context)
             shapes.append(shape)
