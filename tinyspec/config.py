@@ -18,6 +18,8 @@ KV_DTYPES = ("auto", "fp8_e4m3")
 MAX_PAGE_SIZE = 1024
 # Tokens that a recurrent layer sums at once; its states are kept at multiples, from position 0 on.
 STATE_TILE = 16
+# Most inputs before its own that such a layer's convolution may read.
+MOST_TAPS = 8
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
 

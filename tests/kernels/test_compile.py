@@ -228,7 +228,7 @@ def checkpoints_of(rows: int) -> Any:
     from tinyspec.kernels.backend import Checkpoints
 
     owners, at, to = (ints([0] * (rows + 1))[1:] for _ in range(3))
-    return Checkpoints(owners, at, to, torch.zeros(rows + 1, dtype=torch.long)[1:])
+    return Checkpoints(owners, at, to, torch.zeros(rows + 1, dtype=torch.long)[1:], 16)
 
 
 def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:

@@ -84,7 +84,7 @@ class Sequences:
             for x in ([p.number for p in parts], at, to)
         ]
         places = torch.tensor([*slots, *[-1] * padding], device=self.device)
-        metadata.checkpoints = Checkpoints(*numbers, places)
+        metadata.checkpoints = Checkpoints(*numbers, places, STATE_TILE)
         out = self.module.recurrent(q, k, v, gates, self.states, metadata, **rule)
         both = torch.cat([k.flatten(1), v.flatten(1)], -1)
         for ring, rows in ((self.states.kv, both), (self.states.gates, gates)):

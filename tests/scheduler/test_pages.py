@@ -8,6 +8,7 @@ import pytest
 from tests.support.pages import check_index, unowned
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.scheduler.checkpoints import Checkpoints
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Request, Sequence
@@ -23,7 +24,7 @@ class Trace:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.pool = PagePool(self.rng.randint(3, 30), self.rng.choice((1, 2, 4)))
-        self.cache = PrefixCache(self.pool)
+        self.cache = PrefixCache(self.pool, Checkpoints(SequenceTable(), self.pool.page_size, 0))
         self.table = SequenceTable(64)
         forget, self.pool.on_evict = self.pool.on_evict, self.evicted
         self.forget = forget

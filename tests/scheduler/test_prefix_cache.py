@@ -34,7 +34,11 @@ def test_a_chat_reuses_its_earlier_turns(dtype, kind):
                 known = max(0, len(history) - 1) if turn else 0
                 history += text(6, seed=turn)
                 output = engine.generate([history], greedy(13, temperature=0.8, seed=turn))[0]
-                assert tokens_cached(output) == [known // 8 * 8 if cache else 0]
+                (cached,) = tokens_cached(output)
+                if cache and known and engine.served.recurrent:  # the last drafts moved no state
+                    assert cached in (known // 16 * 16 - 16, known // 16 * 16)
+                else:
+                    assert cached == (known // 8 * 8 if cache else 0)
                 history += output.completions[0].token_ids
                 found[cache].append(bits(output))
             assert whole(engine)

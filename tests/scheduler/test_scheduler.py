@@ -47,9 +47,9 @@ class Logged(Admission):
         super().__init__(*args)
         self.preempted = []
 
-    def _preempt(self, sequence):
+    def preempt(self, sequence):
         self.preempted.append(sequence)
-        super()._preempt(sequence)
+        super().preempt(sequence)
 
 
 def rank(sequence):

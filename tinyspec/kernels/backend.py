@@ -64,14 +64,16 @@ class Checkpoints:
     is after ``at`` of its tokens, and a ring of places for what its rows since then were.
 
     owners: [S] int32, which state and which ring. at: [S] int32, 0 for none; a multiple of
-    STATE_TILE, like ``to``: [S] int32, up to which token the pass moves the state; ``at``: it
-    stays. slots: [R] int64, place of each row in the rings, -1 for none.
+    ``tile``, like ``to``: [S] int32, up to which token the pass moves the state; ``at``: it
+    stays. slots: [R] int64, place of each row in the rings, -1 for none. tile: tokens that are
+    summed at once, from multiples of it on.
     """
 
     owners: Tensor
     at: Tensor
     to: Tensor
     slots: Tensor
+    tile: int
 
 
 class LayerStates(NamedTuple):

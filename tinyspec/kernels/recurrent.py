@@ -5,9 +5,9 @@
 
 A program owns BLOCK_V columns of one head's state in one segment, which it reads and writes by
 BLOCK_K rows. From the state of the sequence on it goes through all tokens since: those before the
-segment are read from the ring, the segment's own where they are given. A tile is STATE_TILE tokens
-from a multiple of it on, filled up with zeros, so a row's numbers follow from its sequence alone.
-Rings are written by ``keep_rows`` afterwards.
+segment are read from the ring, the segment's own where they are given. A tile is as many tokens as
+``Checkpoints`` say, from a multiple of it on, filled up with zeros, so a row's numbers follow from
+its sequence alone. Rings are written by ``keep_rows`` afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinyspec.config import STATE_TILE
 from tinyspec.kernels import launch
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
 from tinyspec.kernels.jit import kernel
@@ -221,7 +220,7 @@ def recurrent(
         VEC_V=vec_v,
         DELTA=delta,
         NORM=eps is not None,
-        TILE=STATE_TILE,
+        TILE=given.tile,
         BLOCK_K=launch.STATE_KEYS,
         BLOCK_V=entry.block,
         num_warps=entry.num_warps,

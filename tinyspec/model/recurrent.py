@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from tinyspec.config import MOST_TAPS, STATE_TILE
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
@@ -99,6 +100,8 @@ class _Calls:
     ) -> Tensor:
         """As ``causal_conv1d_fn``: hidden_states [1, C, R], weight [C, K], bias [C]."""
         _refuse_others(kwargs)
+        if weight.shape[1] > MOST_TAPS + 1:
+            raise RuntimeError(f"a convolution of {weight.shape[1]} inputs is wider than its ring")
         context, rows = self._context, hidden_states[0].T
         if not context.records():
             kernels, metadata, slots = context.running()
@@ -205,7 +208,7 @@ def _own_forward(module: nn.Module) -> FunctionType | None:
     forward = unwrap(type(module).forward)
     if not (isinstance(forward, FunctionType) and runs_class_forward(module)):
         return None
-    names, home = set(forward.__code__.co_names), forward.__module__
+    names, home = set(forward.__code__.co_names), forward.__module__ or ""
     found = [name for name in (CONV, DELTA, MAMBA2) if name in names]
     ours = home.startswith("transformers.") and CONV in found and len(found) == 2
     given = forward.__globals__
@@ -279,7 +282,7 @@ def _agreed(
             metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
             place = torch.arange(ROWS, device=like.device)
             first = place[:1].int()
-            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place)
+            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
             trial.begin(metadata, place, place)
             found = _stand_in(module, forward, trial)(rows)
         trial.check()

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.config import EngineConfig
+from tinyspec.config import MOST_TAPS, STATE_TILE, EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints
 from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.scheduler.checkpoints import MOST_TAPS
 from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array
 
@@ -88,7 +87,7 @@ class Batch:
             numbers = torch.tensor(list(zip(*owned, strict=True)), dtype=torch.int32, device="cpu")
             slots_of = torch.tensor(places, dtype=torch.int64, device=device)
             owners, at, to = numbers.to(device).unbind()
-            metadata.checkpoints = Checkpoints(owners, at, to, slots_of)
+            metadata.checkpoints = Checkpoints(owners, at, to, slots_of, STATE_TILE)
         return cls(tokens, positions, slots, metadata)
 
 
@@ -223,7 +222,7 @@ class PassMemory:
         metadata = AttentionMetadata(*given, kept=self.kept)
         if self.ring:
             states, places = _state_parts(self._memory, shape)
-            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places)
+            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places, STATE_TILE)
         batch = Batch(ids, positions, slots, metadata, packed.embeds)
         in_order = packed.in_order and not self._fixed
         return batch, None if in_order else keep[: shape.logit_rows]

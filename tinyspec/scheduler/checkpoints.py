@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.config import STATE_TILE
+from tinyspec.config import MOST_TAPS, STATE_TILE
 from tinyspec.scheduler.passes import DRAFT, ScheduledRows
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
-# Most inputs before its own that a layer's convolution reads; wider ones are not served.
-MOST_TAPS = 8
 # As many states are kept as a part of the sequences that run, and at least so many.
 KEPT_PART, LEAST_KEPT = 4, 8
 

@@ -1,7 +1,7 @@
 """Twin of the recurrent layers: tiles of tokens in a few batched products, states one tile after
 the other.
 
-Every product has one shape whatever the pass: STATE_TILE tokens of one head. So a row's numbers do
+Every product has one shape whatever the pass: a tile of tokens of one head. So a row's numbers do
 not depend on what else is computed.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyspec.config import STATE_TILE
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
 from tinyspec.kernels.twins.layers import written_rows
 
@@ -34,7 +32,7 @@ class _Step(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Of a pass: rows [E] that lie in the elements of its tiles, E = tiles * STATE_TILE, 0 where
+    """Of a pass: rows [E] that lie in the elements of its tiles, E = tiles * T, 0 where
     none does; held: elements whose rows lie in rings, and their places there; empty: elements
     without a token. places [live]: elements of the rows. owners: of the segments, and which have no
     state yet [S, 1, 1, 1]."""
@@ -59,47 +57,46 @@ def _plan(metadata: AttentionMetadata, ring: int) -> _Plan:
 def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
     given = metadata.checkpoints
     assert given is not None
-    numbers = (metadata.cu_seqlens_q, metadata.seq_lens, given.owners, given.at, given.to)
-    first, ends, owners, at, to = (x.numpy().astype(np.int64) for x in numbers)
-    counts = np.diff(first)
-    tiles = np.where(counts > 0, -(-(ends - at) // STATE_TILE), 0)
-    order = np.argsort(-tiles, kind="stable")
-    order = order[: np.count_nonzero(tiles)]
-    first, ends, owners, at, to = (x[order] for x in (first[:-1], ends, owners, at, to))
-    tiles, starts = tiles[order], ends - counts[order]
-    most = int(tiles[0]) if len(tiles) else 0
-    steps, numbered, segments, begins = [], 0, [], []
-    for n in range(most):
-        count = int(np.count_nonzero(tiles > n))
-        end = at[:count] + (n + 1) * STATE_TILE
-        moved = np.flatnonzero((tiles[:count] > n + 1) | (end <= to[:count]))
-        saved = np.flatnonzero(end[moved] == to[moved])
-        kept = (torch.from_numpy(saved), torch.from_numpy(owners[moved[saved]]))
-        some = None if len(moved) == count else torch.from_numpy(moved)
-        steps.append(_Step(numbered, count, some, kept if len(saved) else None))
-        segments.append(np.arange(count))
-        begins.append(end - STATE_TILE)
-        numbered += count
-    segment = np.concatenate(segments) if segments else np.zeros(0, np.int64)
-    begin = np.concatenate(begins) if begins else np.zeros(0, np.int64)
-    position = begin[:, None] + np.arange(STATE_TILE)
-    offset = position - starts[segment, None]
+    size, first, length = given.tile, metadata.cu_seqlens_q.long(), metadata.seq_lens.long()
+    counts, at = first.diff(), given.at.long()
+    tiles = torch.where(counts > 0, (length - at + size - 1) // size, 0)
+    tiles, order = tiles.sort(descending=True, stable=True)
+    live = int((tiles > 0).sum())
+    tiles, order = tiles[:live], order[:live]
+    columns = first[:-1], length, given.owners.long(), at, given.to.long(), counts
+    first, length, owners, at, to, counts = (column[order] for column in columns)
+
+    steps, numbered = [], 0
+    for n in range(int(tiles[0]) if live else 0):
+        many = int((tiles > n).sum())
+        end = at[:many] + (n + 1) * size
+        moved = ((tiles[:many] > n + 1) | (end <= to[:many])).nonzero().squeeze(-1)
+        saved = (end[moved] == to[moved]).nonzero().squeeze(-1)
+        kept = (saved, owners[moved[saved]]) if len(saved) else None
+        steps.append(_Step(numbered, many, None if len(moved) == many else moved, kept))
+        numbered += many
+
+    def numbers(end: int) -> Tensor:
+        return torch.arange(end, dtype=torch.int64, device=first.device)
+
+    segment = torch.cat([numbers(step.segments) for step in steps] or [first])
+    turns = [at[: step.segments] + n * size for n, step in enumerate(steps)]
+    position = torch.cat(turns or [first])[:, None] + numbers(size)
+    offset = position - (length - counts)[segment, None]
     rows = first[segment, None] + offset
-    live, there = position < ends[segment, None], offset >= 0
-    own = live & there
-    places = np.empty(int(own.sum()), np.int64)
-    elements = np.arange(own.size)
-    places[rows[own]] = elements[own.ravel()]
-    held = elements[(live & ~there).ravel()]
-    ringed = (owners[segment, None] * ring + position % ring)[live & ~there]
-    empty = elements[~live.ravel()]
+    there, own = position < length[segment, None], offset >= 0
+    own &= there
+    elements = numbers(own.numel()).view(own.shape)
+    places = numbers(int(own.sum())).index_copy_(0, rows[own], elements[own])
+    ringed = there & ~own
+    slots = (owners[segment, None] * ring + position % ring)[ringed]
     return _Plan(
-        torch.from_numpy(np.where(own, rows, 0).ravel()),
-        (torch.from_numpy(held), torch.from_numpy(ringed)) if len(held) else None,
-        torch.from_numpy(empty) if len(empty) else None,
-        torch.from_numpy(places),
-        torch.from_numpy(owners),
-        torch.from_numpy(at == 0)[:, None, None, None] if (at == 0).any() else None,
+        torch.where(own, rows, 0).flatten(),
+        (elements[ringed], slots) if len(slots) else None,
+        None if bool(there.all()) else elements[~there],
+        places,
+        owners,
+        (at == 0)[:, None, None, None] if bool((at == 0).any()) else None,
         steps,
     )
 
@@ -126,11 +123,12 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of log decays g [tiles, H, T]: what is left at row i of row j [..., T, T], 0 before it; at
     row i of what was before the tile, and at the end of row j [..., T] each."""
     # Of the tokens between two rows alone: differences of long sums would be less exact.
-    between = g[..., None].expand(*g.shape, STATE_TILE).tril(-1).cumsum(-2)
+    size = g.shape[-1]
+    between = g[..., None].expand(*g.shape, size).tril(-1).cumsum(-2)
     sums = g.cumsum(-1)[..., None, :]
     # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
     left = torch.cat([between, sums, sums], -2).exp_()
-    return left[..., :STATE_TILE, :].tril(), left[..., STATE_TILE, :], left[..., STATE_TILE - 1, :]
+    return left[..., :size, :].tril(), left[..., size, :], left[..., size - 1, :]
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
@@ -159,17 +157,16 @@ def recurrent(
     q, k [R, Hk, Dk], v [R, H, Dv], gates [R, H, 2] fp32: g, at most 0, and beta -> [R, H, Dv] fp32;
     consecutive heads share one of q and k. ``states`` of the layer, ``metadata.checkpoints`` which
     of them, and where rows before the segments lie. delta: which rule. eps: q and k are divided by
-    their norms first, and q multiplied by ``scale``. Summed in fp32: by tiles of STATE_TILE tokens
+    their norms first, and q multiplied by ``scale``. Summed in fp32: by tiles of T tokens
     from position 0 on, whatever the segments are. Padding rows get 0.
     """
-    plan, pool = _plan(metadata, states.kv.shape[1]), states.state
+    assert metadata.checkpoints is not None
+    size, plan, pool = metadata.checkpoints.tile, _plan(metadata, states.kv.shape[1]), states.state
     (rows, heads, dv), (key_heads, dk) = v.shape, k.shape[1:]
     if not plan.steps:
         return torch.zeros(v.shape, dtype=torch.float32, device=v.device)
     given = _tiled(torch.cat([x.flatten(1) for x in (q, k, v)], -1), states.kv, plan)
-    keys, values = given.view(-1, STATE_TILE, given.shape[1]).split(
-        [2 * key_heads * dk, heads * dv], 2
-    )
+    keys, values = given.view(-1, size, given.shape[1]).split([2 * key_heads * dk, heads * dv], 2)
     keys = keys.unflatten(2, (2 * key_heads, dk))
     if eps is not None:
         keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + eps)
@@ -177,10 +174,10 @@ def recurrent(
     queries, keys = (x.contiguous() for x in _padded(keys, 1).transpose(1, 2).chunk(2, 1))
     values = _padded(values.unflatten(2, (heads, dv)), 1).transpose(1, 2).contiguous()
     values = values.flatten(0, 1)
-    both = _tiled(gates.flatten(1), states.gates, plan).view(-1, STATE_TILE, heads, 2)
+    both = _tiled(gates.flatten(1), states.gates, plan).view(-1, size, heads, 2)
     g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
     pairs, begin, end = (x.flatten(0, 1) for x in _decays(g))
-    beta, queries = beta.view(-1, 1, STATE_TILE), queries * scale
+    beta, queries = beta.view(-1, 1, size), queries * scale
 
     def products(a: Tensor) -> Tensor:
         """[tiles * H, T, T] of rows of ``a`` with keys, as far as they have not decayed."""
@@ -189,7 +186,10 @@ def recurrent(
 
     scores, own = products(queries), _grouped(keys, heads)
     if delta:
-        system, one = beta.transpose(1, 2) * products(keys), torch.eye(STATE_TILE)
+        system, one = (
+            beta.transpose(1, 2) * products(keys),
+            torch.eye(size, dtype=torch.float32, device=v.device),
+        )
         solved = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
         solved *= beta
         updates, read = torch.bmm(solved, values), torch.bmm(solved * begin[:, None], own)
