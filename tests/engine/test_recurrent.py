@@ -57,6 +57,13 @@ def test_the_models_remember(kind):
     assert (one - other).abs().max() > 1e-3 * one.abs().max()
 
 
+def test_sizes_that_repeat_the_distinct_rows(subject):
+    """On states of their own: canonical, as a dense model's are on a CPU."""
+    with engine_of(zoo.tiny(HYBRIDS[subject[0]]), max_rows=256) as engine:
+        found = engine.contract.probe(fresh=True, attention_rows=1).buckets
+    assert max(bucket.rows for bucket in found) == 256 and all(b.canonical for b in found[-3:])
+
+
 @pytest.mark.parametrize("wrong", [0.1, 0.6])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.crossed(3)

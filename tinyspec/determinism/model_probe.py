@@ -209,13 +209,11 @@ class ModelProbe:
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""
-        for pool in self._cache.pools:
-            copies = pool.view(self._copies, self._pages, *pool.shape[1:])
+        # Behind the states that sequences have there are some to spare.
+        states = [part[: len(self._segments)] for layer in self._cache.states for part in layer]
+        for pool in (*self._cache.pools, *states):
+            copies = pool.view(self._copies, -1, *pool.shape[1:])
             copies[1:] = copies[:1]
-        for layer in self._cache.states:
-            for part in layer:
-                copies = part.view(self._copies, -1, *part.shape[1:])
-                copies[1:] = copies[:1]
 
     def _logit_rows(self, rows: int) -> Tensor:
         """Rows of a pass that are unembedded: all, or in a large pass as many as the reference
