@@ -32,10 +32,10 @@ class _Step(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Of a pass: rows [E] that lie in the elements of its tiles, E = tiles * T, 0 where
-    none does; held: elements whose rows lie in rings, and their places there; empty: elements
-    without a token. places [live]: elements of the rows. owners: of the segments, and which have no
-    state yet [S, 1, 1, 1]."""
+    """Of a pass: rows [E] that lie in the elements of its tiles, E = tiles * T, 0 where none does;
+    held: elements whose rows lie in rings, and their places there; empty: elements without a token.
+    places [live]: elements of the rows. owners: of the segments; new [S, 1, 1, 1]: which have no
+    state yet, None: all have one."""
 
     rows: Tensor
     held: tuple[Tensor, Tensor] | None
@@ -186,10 +186,8 @@ def recurrent(
 
     scores, own = products(queries), _grouped(keys, heads)
     if delta:
-        system, one = (
-            beta.transpose(1, 2) * products(keys),
-            torch.eye(size, dtype=torch.float32, device=v.device),
-        )
+        system = beta.transpose(1, 2) * products(keys)
+        one = torch.eye(size, dtype=torch.float32, device=v.device)
         solved = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
         solved *= beta
         updates, read = torch.bmm(solved, values), torch.bmm(solved * begin[:, None], own)
