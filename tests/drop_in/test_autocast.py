@@ -17,11 +17,15 @@ import tinyspec
 from tests.support import zoo
 from tests.support.budget import first
 from tests.support.drop_in import SMALL, patched, prepared
+from tests.support.forward import quiet
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 
 # And how linears are served.
 FAMILIES = [("gpt2", "never"), ("qwen3_moe", "auto"), ("llama", "always")]
 FAMILIES += [(kind, "auto") for kind in ("gemma3_text", "qwen3", "phi3", "gpt_oss")]
+FAMILIES += [(kind, "auto") for kind in ("falcon_h1", "qwen3_5_text", "bamba", "lfm2", "zamba2")]
+# Autocast rounds what their own rule multiplies; here a state is of fp32.
+MORE_EXACT = ("qwen3_5_text",)
 # Of one length: plain gpt2 pads otherwise than it answers alone.
 PROMPTS = torch.tensor([prompt[:12] for prompt in zoo.prompts(40) if len(prompt) >= 12][:6])
 TWO = PROMPTS[:2]
@@ -68,7 +72,10 @@ def test_near_transformers_under_the_same_autocast(case):
             with bf16():
                 found = first_logits(model, PROMPTS, **settings)
                 same = answer(model, PROMPTS, **settings).sequences == tokens
-            assert far(found, own) < min(far(in_fp32, own), far(found, in_fp32))
+            if kind in MORE_EXACT:
+                assert 0 < far(found, in_fp32) < 1.5 * far(own, in_fp32)
+            else:
+                assert far(found, own) < min(far(in_fp32, own), far(found, in_fp32))
             assert torch.equal(found, found.bfloat16().float())
             assert same.float().mean() > 0.9
             assert far(first_logits(model, PROMPTS, **settings), in_fp32) < far(in_fp32, own) / 1000
@@ -174,7 +181,7 @@ def test_the_forward_has_generations_logits(kind):
     """In the precision of the call, and gradients as near to fp32's as the model's own are; the
     same where layers are computed again, with the backward under autocast and without, and, in
     fp32, where accelerate has prepared the model."""
-    model = zoo.tiny(kind).train()
+    model = quiet(zoo.tiny(kind)).train()
     _, exact = backward(model)
     with bf16():
         own_logits, own = backward(model)

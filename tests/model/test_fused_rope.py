@@ -21,18 +21,20 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from tests.support.walk import places
 from tests.support.zoo import BUILT, VOCAB, tiny
 from tinyspec import Engine, EngineConfig
+from tinyspec.config import STATE_TILE
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model import attention_stand_ins, install
 from tinyspec.model import attention_stand_ins as ropes
 from tinyspec.model.attention import PagedAttention
 from tinyspec.model.attention_stand_ins import fused, rope_left_out
 from tinyspec.model.introspection import accepted
+from tinyspec.runner.batch import Batch
 from tinyspec.runner.kv_cache import KVCache
 
 PAGE = 16
 LENGTHS = (21, 1, 10)
 ROWS = sum(LENGTHS)
+RING = 48
 CONFIG = EngineConfig(max_model_len=512, max_rows=64)
 WAYS = {"interface": (), "deferred": (rope_left_out,), "fused": (fused,)}
 
@@ -51,17 +53,15 @@ def ways(model):
     return [way if made else "interface" for way, made in zip(fused, found, strict=True)]
 
 
-def packed():
-    """Attention metadata, slots and positions of three sequences, each its whole prompt."""
-    tables, slots, page = [], [], 0
+def batch_of(ids):
+    """Three sequences, each its whole prompt, of the rows ``ids``."""
+    parts, page, first = [], 0, 0
     for n in LENGTHS:
         count = -(-n // PAGE)
-        tables.append(range(page, page + count))
-        slots += [page * PAGE + i for i in range(n)]
-        page += count
-    metadata = AttentionMetadata.of([(0, n) for n in LENGTHS], tables, PAGE)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    return metadata, torch.tensor(slots), positions
+        parts.append((ids[first : first + n], 0, list(range(page, page + count))))
+        page, first = page + count, first + n
+    owned = [(owner, 0, n - n % STATE_TILE) for owner, n in enumerate(LENGTHS)]
+    return Batch.of(parts, ROWS, PAGE, torch.device("cpu"), (owned, RING)), page
 
 
 def through(model, monkeypatch, way):
@@ -80,17 +80,16 @@ def through(model, monkeypatch, way):
         return twins.fused_kv_write(q, k, v, cos, *args, **kwargs)
 
     context.kernels = replace(twins, fused_kv_write=write)
-    metadata, slots, positions = packed()
-    pages = sum(-(-n // PAGE) for n in LENGTHS)
-    cache = KVCache(patched, pages, PAGE, model.dtype)
+    ids = torch.randint(2, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
+    batch, pages = batch_of(ids.tolist())
+    cache = KVCache(patched, pages, PAGE, model.dtype, states=(len(LENGTHS), RING))
     cache.zero(list(range(pages)))
-    context.hold(cache.k, cache.v, cache.rows)
-    ids = torch.randint(2, VOCAB, (1, ROWS), generator=torch.Generator().manual_seed(1))
-    more = accepted(model, position_ids=positions[None], use_cache=False)
+    context.hold(*cache.held)
+    more = accepted(model, position_ids=batch.positions[None], use_cache=False)
     try:
-        context.begin(metadata, slots, positions)
+        context.begin(batch.metadata, batch.slot_mapping, batch.positions)
         with torch.no_grad():
-            logits = patched.model(input_ids=ids, **more).logits
+            logits = patched.model(input_ids=ids[None], **more).logits
         context.check()
     finally:
         context.end()

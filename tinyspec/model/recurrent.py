@@ -26,6 +26,7 @@ from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
+from tinyspec.model.torch_state import Autocast
 from tinyspec.model.trial import ROWS, close, kind_of, probe_rows
 from tinyspec.model.wrappers import runs_class_forward
 
@@ -63,6 +64,10 @@ class RecurrentShape:
         rings = (*of_model, (2 * heads, torch.float32))
         state = (2 * states, heads, self.key_dim, self.value_dim), torch.float32
         return [*(((states, ring, width), dtype) for width, dtype in rings), state]
+
+    def states(self, states: int, ring: int, new: Callable[..., Tensor]) -> LayerStates:
+        """Of so many sequences. new: as ``torch.zeros``, on the model's device."""
+        return LayerStates(*(new(shape, dtype=kind) for shape, kind in self.parts(states, ring)))
 
 
 class RecurrentLayer(nn.Module):
@@ -232,18 +237,20 @@ def _stand_in(module: nn.Module, forward: FunctionType, context: AttentionContex
     return standing_in(module, RecurrentLayer, tinyspec_forward=_with(forward, calls))
 
 
-def _shape(module: nn.Module, forward: FunctionType, rows: Tensor) -> RecurrentShape:
+def _shape(
+    module: nn.Module, forward: FunctionType, rows: Tensor, autocast: Autocast
+) -> RecurrentShape:
     """Of a layer, by what it calls the functions with."""
     found: dict[str, Any] = {}
 
     def convolve(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        found.update(channels=x.shape[1], inputs=x.dtype)
+        found.update(channels=x.shape[1], inputs=autocast.dtype or x.dtype)
         return x
 
     def of(key: Tensor, value: Tensor) -> None:
         (key_heads, key_dim), (heads, value_dim) = key.shape[2:], value.shape[2:]
         found.update(key_heads=key_heads, key_dim=key_dim, heads=heads, value_dim=value_dim)
-        found.update(dtype=value.dtype)
+        found.update(dtype=autocast.dtype or value.dtype)
 
     def delta_rule(q: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
         of(key, value)
@@ -271,14 +278,8 @@ def _agreed(
             # Of one size: what a state keeps of larger ones hides others, and rounds them.
             rows = probe_rows((width,), like.dtype, like.device)
             rows = F.rms_norm(rows, rows.shape[-1:])[None]
-            own, shape = module(rows), _shape(module, forward, rows)
-            parts = shape.parts(1, ROWS)
-            kinds = [trial.autocast.dtype or kind for _, kind in parts[:2]] + [torch.float32] * 2
-            made = [
-                torch.zeros(size, dtype=kind, device=like.device)
-                for (size, _), kind in zip(parts, kinds, strict=True)
-            ]
-            trial.hold(states=[LayerStates(*made)])
+            own, shape = module(rows), _shape(module, forward, rows, trial.autocast)
+            trial.hold(states=[shape.states(1, ROWS, partial(torch.zeros, device=like.device))])
             metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
             place = torch.arange(ROWS, device=like.device)
             first = place[:1].int()

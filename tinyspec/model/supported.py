@@ -48,9 +48,11 @@ starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu zamba2
 """
 SERVED = frozenset(SERVED_TYPES.split())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYER_TYPES = {
+# Of layers that keep nothing: some versions give them the cache of a state all the same.
+STATELESS = {"mlp", "moe"}
+LAYER_TYPES = STATELESS | {
     *("full_attention", "sliding_attention", "chunked_attention"),
-    *("conv", "linear_attention", "hybrid", "mlp", "moe"),
+    *("conv", "linear_attention", "hybrid"),
 }
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
@@ -87,8 +89,12 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 def recurrent_layers(model: PreTrainedModel) -> int:
     """How many layers of the model's own cache keep a state."""
-    layers = _cache_layers(model.config.get_text_config(decoder=True))
-    return sum(type(layer).__name__ in RECURRENT for layer in layers)
+    text = model.config.get_text_config(decoder=True)
+    layers, kinds = _cache_layers(text), getattr(text, "layer_types", None) or ()
+    # A config that does not name each layer says nothing of any.
+    named = kinds if len(kinds) == len(layers) else [""] * len(layers)
+    with_state = (type(layer).__name__ in RECURRENT for layer in layers)
+    return sum(a and kind not in STATELESS for a, kind in zip(with_state, named, strict=True))
 
 
 def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:

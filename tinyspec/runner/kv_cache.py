@@ -6,7 +6,8 @@ slots and pages, not their owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
-from tinyspec.kernels.backend import LayerStates
 from tinyspec.kernels.twins.layers import CODES
 from tinyspec.model.served_model import ServedModel
 from tinyspec.runner.device_queue import to_device
@@ -52,22 +52,16 @@ class KVCache:
         zeroed: bool = False,
         states: tuple[int, int] = (0, 0),
     ):
-        new: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
+        new = partial(torch.zeros if zeroed else torch.empty, device=served.model.device)
 
         def pool(heads: int, width: int, dtype: torch.dtype) -> Tensor:
-            shape = (num_pages, page_size, heads, width)
-            return new(shape, dtype=dtype, device=served.model.device)
+            return new((num_pages, page_size, heads, width), dtype=dtype)
 
         shapes = [(layer.num_kv_heads, layer.head_dim, dtype) for layer in served.layers]
         self.k, self.v = ([pool(*shape) for shape in shapes] for _ in range(2))
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
         self.pools = (*self.k, *self.v, *self.rows)
-        self.states = [
-            LayerStates(
-                *(new(shape, dtype=kind, device=served.model.device) for shape, kind in parts)
-            )
-            for parts in (layer.parts(*states) for layer in served.recurrent)
-        ]
+        self.states = [layer.states(*states, new) for layer in served.recurrent]
         self.kind, self._device = self.kind_of(served, dtype), served.model.device
         self.page_size = page_size
         self.written = 0
