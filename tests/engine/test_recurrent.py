@@ -24,7 +24,7 @@ from tests.support.cases import (
 from tests.support.mixes import HalfLiar
 from tests.support.recorded import as_on_a_gpu
 from tinyspec import Engine, UnsupportedModelError
-from tinyspec.config import STATE_TILE
+from tinyspec.config import STATE_TILES
 
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
 PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
@@ -37,6 +37,9 @@ def subject(request):
     """A kind, and the bits of every request alone."""
     with engine_of(model_of(request.param), prefix_cache=False, overlap=False) as engine:
         return request.param, one_by_one(engine, REQUESTS)
+
+
+TILE = STATE_TILES["torch"]
 
 
 def free(engine):
@@ -84,11 +87,11 @@ def test_rolled_back_at_every_offset(subject, page_size, wrong):
         assert stats.cached_prompt_tokens
         for record in engine.trace.passes():
             ends |= {
-                (work.start + 1 + work.accepted) % STATE_TILE
+                (work.start + 1 + work.accepted) % TILE
                 for work in record.works
                 if work.kind == "verify"
             }
-    assert {STATE_TILE - 2, STATE_TILE - 1, 0, 1, 2} <= ends
+    assert {TILE - 2, TILE - 1, 0, 1, 2} <= ends
 
 
 def test_control_a_state_that_is_lost(subject):

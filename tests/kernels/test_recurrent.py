@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.kernels.cases import DEVICE, DTYPES, normal
 from tests.support.tolerances import assert_as_good_as_torch
-from tinyspec.config import STATE_TILE
+from tinyspec.config import STATE_TILES
 from tinyspec.kernels import recurrent as kernels
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.kernels.twins import recurrent as twins
@@ -23,7 +23,6 @@ BOTH = [pytest.param(kernels, *p.values, id=f"triton-{p.id}", marks=p.marks) for
 BOTH += [pytest.param(twins, d, id=f"twin-{name}") for d, name in NAMES.items()]
 both = pytest.mark.parametrize("module, dtype", BOTH)
 RING = 48
-KEPT = 8
 DELTA = {"delta": True, "scale": 0.3, "eps": 1e-6}
 RULES = pytest.mark.parametrize("rule", [DELTA, {"delta": False}], ids=["delta", "mamba 2"])
 # Heads of keys and of values, and their sizes; the last as no model has them.
@@ -45,6 +44,7 @@ class Sequences:
     def __init__(self, module: ModuleType, dtype: torch.dtype, shape: tuple, lengths: tuple):
         device = "cpu" if module is twins else DEVICE
         self.module, self.lengths, self.device = module, lengths, device
+        self.tile = STATE_TILES["torch" if module is twins else "triton"]
         self.key_heads, self.heads, dk, dv = shape
         sizes = ((self.key_heads, dk), (self.key_heads, dk), (self.heads, dv))
 
@@ -73,10 +73,10 @@ class Sequences:
         spans = [(p.first, p.end) for p in parts]
         metadata = AttentionMetadata.of(spans, [[0]] * len(parts), 128, self.device)
         at = [self.at[p.number] for p in parts]
-        to = [max(self.at[p.number], p.final // STATE_TILE * STATE_TILE) for p in parts]
+        to = [max(self.at[p.number], p.final // self.tile * self.tile) for p in parts]
         slots = [
-            p.number * RING + n % RING if n >= moved - KEPT else -1
-            for p, moved in zip(parts, to, strict=True)
+            p.number * RING + n % RING if n >= p.end - RING else -1
+            for p in parts
             for n in range(p.first, p.end)
         ]
         numbers = [
@@ -84,11 +84,8 @@ class Sequences:
             for x in ([p.number for p in parts], at, to)
         ]
         places = torch.tensor([*slots, *[-1] * padding], device=self.device)
-        metadata.checkpoints = Checkpoints(*numbers, places, STATE_TILE)
+        metadata.checkpoints = Checkpoints(*numbers, places, self.tile)
         out = self.module.recurrent(q, k, v, gates, self.states, metadata, **rule)
-        both = torch.cat([k.flatten(1), v.flatten(1)], -1)
-        for ring, rows in ((self.states.kv, both), (self.states.gates, gates)):
-            self.module.keep_rows(ring, rows, places, metadata)
         for p, moved in zip(parts, to, strict=True):
             self.at[p.number] = moved
         assert out.dtype == torch.float32 and not out[len(slots) :].any()

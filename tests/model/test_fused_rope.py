@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from tests.support.walk import places
 from tests.support.zoo import BUILT, VOCAB, tiny
 from tinyspec import Engine, EngineConfig
-from tinyspec.config import STATE_TILE
+from tinyspec.config import STATE_TILES
 from tinyspec.kernels import backend as kernels
 from tinyspec.model import attention_stand_ins, install
 from tinyspec.model import attention_stand_ins as ropes
@@ -34,7 +34,7 @@ from tinyspec.runner.kv_cache import KVCache
 PAGE = 16
 LENGTHS = (21, 1, 10)
 ROWS = sum(LENGTHS)
-RING = 48
+RING, TILE = 48, STATE_TILES["torch"]
 CONFIG = EngineConfig(max_model_len=512, max_rows=64)
 WAYS = {"interface": (), "deferred": (rope_left_out,), "fused": (fused,)}
 
@@ -60,8 +60,8 @@ def batch_of(ids):
         count = -(-n // PAGE)
         parts.append((ids[first : first + n], 0, list(range(page, page + count))))
         page, first = page + count, first + n
-    owned = [(owner, 0, n - n % STATE_TILE) for owner, n in enumerate(LENGTHS)]
-    return Batch.of(parts, ROWS, PAGE, torch.device("cpu"), (owned, RING)), page
+    owned = [(owner, 0, n - n % TILE) for owner, n in enumerate(LENGTHS)]
+    return Batch.of(parts, ROWS, PAGE, torch.device("cpu"), (owned, RING, TILE)), page
 
 
 def through(model, monkeypatch, way):

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinyspec.config import STATE_TILE
 from tinyspec.determinism.rows import same_bits, unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
@@ -226,6 +225,7 @@ class ModelProbe:
         the last of their segments may be cut."""
         parts: list[Part] = []
         owned: list[Owned] = []
+        tile = self._runner.config.state_tile
         left = rows if live is None else live
         number = next(n for n, segment in enumerate(self._segments) if first < segment.end)
         while left > 0:
@@ -235,11 +235,11 @@ class ModelProbe:
             ids = self._ids[begin : begin + min(segment.end - segment.first - cut, left)]
             parts.append((ids, segment.position + cut, segment.pages))
             # What came since the state that precedes the segment is read from rings.
-            at = segment.position // STATE_TILE * STATE_TILE
+            at = segment.position // tile * tile
             owned.append((number % len(self._segments), at, at))
             left -= len(ids)
             number += 1
-        states = owned, RING
+        states = owned, RING, tile
         return Batch.of(parts, rows, self._page_size, self._runner.device, states)
 
     def _run(self, batch: Batch, canonical: bool = True) -> tuple[Tensor, float]:

@@ -174,7 +174,7 @@ def recurrent(
 
     q, k [R, Hk, Dk], v [R, H, Dv], gates [R, H, 2] fp32: log decay and beta. delta: which rule.
     eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get
-    0.
+    0. Rows with a place in the rings are kept there.
     """
     (count, k_heads, dk), (heads, dv) = q.shape, v.shape[1:]
     given = metadata.checkpoints
@@ -226,6 +226,8 @@ def recurrent(
         num_warps=entry.num_warps,
         **launch.OPTIONS,
     )
+    keep_rows(states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), given.slots, metadata)
+    keep_rows(states.gates, gates, given.slots, metadata)
     return out
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from tinyspec.config import MOST_TAPS, STATE_TILE
+from tinyspec.config import MOST_TAPS, STATE_TILES
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
@@ -186,14 +186,9 @@ class _Calls:
         kernels, metadata, _ = context.running()
         if context.tape is not None and torch.is_grad_enabled():
             raise NotImplementedError("recurrent layers have no exact gradients: use torch.no_grad")
-        places = _checkpoints(metadata).slots
         q, k, v = context.autocast.cast(q, k, v)
         with context.autocast.off():
             out: Tensor = kernels.recurrent(q, k, v, gates, states, metadata, **rule)
-            kernels.keep_rows(
-                states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), places, metadata
-            )
-            kernels.keep_rows(states.gates, gates, places, metadata)
         context.scans += 1
         return out
 
@@ -283,7 +278,8 @@ def _agreed(
             metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
             place = torch.arange(ROWS, device=like.device)
             first = place[:1].int()
-            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
+            tile = STATE_TILES[trial.kernels.backend]
+            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, tile)
             trial.begin(metadata, place, place)
             found = _stand_in(module, forward, trial)(rows)
         trial.check()

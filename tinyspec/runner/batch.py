@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.config import MOST_TAPS, STATE_TILE, EngineConfig
+from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints
 from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.buckets import Buckets
@@ -63,10 +63,10 @@ class Batch:
         bucket: int,
         page_size: int,
         device: torch.device,
-        states: tuple[list[Owned], int] | None = None,
+        states: tuple[list[Owned], int, int] | None = None,
     ) -> Batch:
-        """The rows of ``parts``, one after the other. states: of each, and how long their rings
-        are."""
+        """The rows of ``parts``, one after the other. states: of each, how long their rings are,
+        and their tiles."""
         rows = [
             (token, at, table[at // page_size] * page_size + at % page_size)
             for ids, first, table in parts
@@ -77,17 +77,17 @@ class Batch:
         spans = [(first, first + len(ids)) for ids, first, _ in parts]
         metadata = AttentionMetadata.of(spans, [table for *_, table in parts], page_size, device)
         if states is not None:
-            owned, ring = states
+            owned, ring, tile = states
             places = [
-                owner * ring + at % ring if at >= to - MOST_TAPS else -1
-                for (owner, _, to), (first, end) in zip(owned, spans, strict=True)
+                owner * ring + at % ring if at >= end - ring else -1
+                for (owner, *_), (first, end) in zip(owned, spans, strict=True)
                 for at in range(first, end)
             ]
             places += [-1] * (bucket - len(places))
             numbers = torch.tensor(list(zip(*owned, strict=True)), dtype=torch.int32, device="cpu")
             slots_of = torch.tensor(places, dtype=torch.int64, device=device)
             owners, at, to = numbers.to(device).unbind()
-            metadata.checkpoints = Checkpoints(owners, at, to, slots_of, STATE_TILE)
+            metadata.checkpoints = Checkpoints(owners, at, to, slots_of, tile)
         return cls(tokens, positions, slots, metadata)
 
 
@@ -122,6 +122,7 @@ class PassMemory:
     def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
         self._page_size, self._max_sequences = config.page_size, config.max_sequences
+        self._tile = config.state_tile
         self.kept: dict[Any, Any] = {}
         self._buckets = buckets
         rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
@@ -187,8 +188,10 @@ class PassMemory:
             assert moves is not None
             states, places = _state_parts(values, shape)
             states[:, :count], places[:] = moves, -1
-            owners, _, to = (x if works.single else x.repeat(works.counts) for x in moves)
-            later = position >= to - MOST_TAPS  # rows that a later pass reads
+            owners, ends = moves[0], works.ends
+            if not works.single:
+                owners, ends = owners.repeat(works.counts), ends.repeat(works.counts)
+            later = position >= ends - self.ring  # there is a place for the last ones
             places[:total][later] = (owners * self.ring + position % self.ring)[later]
         lengths[:count] = works.ends
         first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
@@ -222,7 +225,7 @@ class PassMemory:
         metadata = AttentionMetadata(*given, kept=self.kept)
         if self.ring:
             states, places = _state_parts(self._memory, shape)
-            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places, STATE_TILE)
+            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places, self._tile)
         batch = Batch(ids, positions, slots, metadata, packed.embeds)
         in_order = packed.in_order and not self._fixed
         return batch, None if in_order else keep[: shape.logit_rows]

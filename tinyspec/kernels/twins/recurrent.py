@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
+from tinyspec.kernels.twins.attention_plan import as_slice
 from tinyspec.kernels.twins.layers import written_rows
 
 # Numbers of fp32.
@@ -22,27 +23,31 @@ LINE = 16
 
 class _Step(NamedTuple):
     """The n-th tiles of the first ``segments`` (of falling length), from tile ``first`` on. moved:
-    which of them have more, or move their state by it; None: all. saved: places among those, and
-    whose states they are."""
+    which of them have more, or move their state by it; None: all. saved: places among those, None:
+    all, and whose states they are."""
 
     first: int
     segments: int
     moved: Tensor | None
-    saved: tuple[Tensor, Tensor] | None
+    saved: tuple[Tensor | None, Tensor | slice] | None
 
 
 class _Plan(NamedTuple):
     """Of a pass: rows [E] that lie in the elements of its tiles, E = tiles * T, 0 where none does;
-    held: elements whose rows lie in rings, and their places there; empty: elements without a token.
-    places [live]: elements of the rows. owners: of the segments; new [S, 1, 1, 1]: which have no
-    state yet, None: all have one."""
+    ringed [E]: where in rings all rows are once the pass's own are kept there (some row of the
+    sequence for an element without a token); None: they do not fit. held: elements whose rows lie
+    in rings, and their places there; empty: elements without a token. places [live]: elements of
+    the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
+    which have no state yet, None: all have one. one: [T, T]."""
 
     rows: Tensor
+    ringed: Tensor | None
     held: tuple[Tensor, Tensor] | None
     empty: Tensor | None
     places: Tensor
-    owners: Tensor
+    owners: Tensor | slice
     new: Tensor | None
+    one: Tensor
     steps: list[_Step]
 
 
@@ -72,7 +77,8 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
         end = at[:many] + (n + 1) * size
         moved = ((tiles[:many] > n + 1) | (end <= to[:many])).nonzero().squeeze(-1)
         saved = (end[moved] == to[moved]).nonzero().squeeze(-1)
-        kept = (saved, owners[moved[saved]]) if len(saved) else None
+        whose = as_slice(owners[moved[saved]].tolist())
+        kept = (None if len(saved) == len(moved) else saved, whose) if len(saved) else None
         steps.append(_Step(numbered, many, None if len(moved) == many else moved, kept))
         numbered += many
 
@@ -88,15 +94,20 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
     own &= there
     elements = numbers(own.numel()).view(own.shape)
     places = numbers(int(own.sum())).index_copy_(0, rows[own], elements[own])
-    ringed = there & ~own
-    slots = (owners[segment, None] * ring + position % ring)[ringed]
+    held = there & ~own
+    last = torch.minimum(position, length[segment, None] - 1)
+    slots = owners[segment, None] * ring + last % ring
+    fit = bool((length - at <= ring).all())
+    new = (at == 0)[:, None, None, None]
     return _Plan(
         torch.where(own, rows, 0).flatten(),
-        (elements[ringed], slots) if len(slots) else None,
+        slots.flatten() if fit else None,
+        (elements[held], slots[held]) if bool(held.any()) else None,
         None if bool(there.all()) else elements[~there],
         places,
-        owners,
-        (at == 0)[:, None, None, None] if bool((at == 0).any()) else None,
+        as_slice(owners.tolist()),
+        new if bool(new.any()) else None,
+        torch.eye(size, dtype=torch.float32, device=first.device),
         steps,
     )
 
@@ -108,15 +119,20 @@ def _padded(x: Tensor, dims: int) -> Tensor:
     return F.pad(x, [n for count in wanted for n in (0, count)]) if any(wanted) else x
 
 
-def _tiled(rows: Tensor, ring: Tensor, plan: _Plan) -> Tensor:
-    """[E, W] fp32 of rows [R, W]; the last columns of those that lie in the ring [N, L, w] are from
-    there; 0 where there is none."""
-    found = rows.index_select(0, plan.rows).float()
+def _tiled(rows: Tensor, ring: Tensor, plan: _Plan, metadata: AttentionMetadata) -> Tensor:
+    """[E, W] fp32 of rows [R, W], and of those in the ring [N, L, W], where the rows are kept; any
+    finite numbers where there is none."""
+    assert metadata.checkpoints is not None
+    slots = metadata.checkpoints.slots
+    if plan.ringed is not None:
+        keep_rows(ring, rows, slots, metadata)
+        return ring.flatten(0, 1).index_select(0, plan.ringed).float()
+    found = rows.index_select(0, plan.rows)
     if plan.held is not None:
-        places, slots = plan.held
-        held = ring.flatten(0, 1).index_select(0, slots).float()
-        found[:, found.shape[1] - held.shape[1] :].index_copy_(0, places, held)
-    return found if plan.empty is None else found.index_fill_(0, plan.empty, 0)
+        places, there = plan.held
+        found.index_copy_(0, places, ring.flatten(0, 1).index_select(0, there))
+    keep_rows(ring, rows, slots, metadata)  # where some that were read may have been
+    return found.float()
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,14 +143,16 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     between = g[..., None].expand(*g.shape, size).tril(-1).cumsum(-2)
     sums = g.cumsum(-1)[..., None, :]
     # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
-    left = torch.cat([between, sums, sums], -2).exp_()
+    more = 1 + -(size + 1) % (32 // min(size, 32))
+    left = torch.cat([between, *[sums] * more], -2).exp_()
     return left[..., :size, :].tril(), left[..., size, :], left[..., size - 1, :]
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[tiles, Hk, T, n] as [tiles * H, T, n]: consecutive heads share one of x."""
-    wide = x[:, :, None].expand(*x.shape[:2], heads // x.shape[1], *x.shape[2:])
-    return wide.reshape(-1, *x.shape[2:])
+def _scaled(x: Tensor, by: Tensor) -> Tensor:
+    """[tiles, Hk, T, n] times [tiles * H, T, n or 1]: consecutive heads share one of x."""
+    tiles, key_heads, *rest = x.shape
+    found: Tensor = x[:, :, None] * by.view(tiles, key_heads, -1, len(by[0]), by.shape[-1])
+    return found.view(-1, *rest)
 
 
 def recurrent(
@@ -158,23 +176,28 @@ def recurrent(
     consecutive heads share one of q and k. ``states`` of the layer, ``metadata.checkpoints`` which
     of them, and where rows before the segments lie. delta: which rule. eps: q and k are divided by
     their norms first, and q multiplied by ``scale``. Summed in fp32: by tiles of T tokens
-    from position 0 on, whatever the segments are. Padding rows get 0.
+    from position 0 on, whatever the segments are. Padding rows get 0. Rows with a place in the
+    rings are kept there.
     """
     assert metadata.checkpoints is not None
     size, plan, pool = metadata.checkpoints.tile, _plan(metadata, states.kv.shape[1]), states.state
     (rows, heads, dv), (key_heads, dk) = v.shape, k.shape[1:]
     if not plan.steps:
         return torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-    given = _tiled(torch.cat([x.flatten(1) for x in (q, k, v)], -1), states.kv, plan)
-    keys, values = given.view(-1, size, given.shape[1]).split([2 * key_heads * dk, heads * dv], 2)
-    keys = keys.unflatten(2, (2 * key_heads, dk))
+    rows_kv = torch.cat([k.flatten(1), v.flatten(1)], -1)
+    kv = _tiled(rows_kv, states.kv, plan, metadata).split([key_heads * dk, heads * dv], 1)
+    queries = q.flatten(1).index_select(0, plan.rows).float()
+    keys = torch.cat([queries, kv[0]], 1).view(-1, size, 2 * key_heads, dk)
     if eps is not None:
         keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + eps)
     # All in one layout: that of a view, as of one tile, may give other bits.
     queries, keys = (x.contiguous() for x in _padded(keys, 1).transpose(1, 2).chunk(2, 1))
-    values = _padded(values.unflatten(2, (heads, dv)), 1).transpose(1, 2).contiguous()
-    values = values.flatten(0, 1)
-    both = _tiled(gates.flatten(1), states.gates, plan).view(-1, size, heads, 2)
+    values = _padded(kv[1].unflatten(1, (heads, dv)), 1).unflatten(0, (-1, size))
+    values = values.transpose(1, 2).contiguous().flatten(0, 1)
+    both = _tiled(gates.flatten(1), states.gates, plan, metadata)
+    if plan.empty is not None:  # so nothing is added
+        both.index_fill_(0, plan.empty, 0)
+    both = both.view(-1, size, heads, 2)
     g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
     pairs, begin, end = (x.flatten(0, 1) for x in _decays(g))
     beta, queries = beta.view(-1, 1, size), queries * scale
@@ -182,24 +205,23 @@ def recurrent(
     def products(a: Tensor) -> Tensor:
         """[tiles * H, T, T] of rows of ``a`` with keys, as far as they have not decayed."""
         found = torch.bmm(a.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-        return _grouped(found.view(*a.shape[:3], -1), heads) * pairs
+        return _scaled(found.view(*a.shape[:3], -1), pairs)
 
-    scores, own = products(queries), _grouped(keys, heads)
+    scores = products(queries)
     if delta:
         system = beta.transpose(1, 2) * products(keys)
-        one = torch.eye(size, dtype=torch.float32, device=v.device)
-        solved = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+        solved = torch.linalg.solve_triangular(system, plan.one, upper=False, unitriangular=True)
         solved *= beta
-        updates, read = torch.bmm(solved, values), torch.bmm(solved * begin[:, None], own)
+        updates = torch.bmm(solved, values)
+        read = torch.bmm(solved, _scaled(keys, begin[..., None]))
     else:
         updates = beta.transpose(1, 2) * values
-    queries = _grouped(queries, heads) * begin[..., None]
-    own = own * end[..., None]
+    queries, own = _scaled(queries, begin[..., None]), _scaled(keys, end[..., None])
     left = begin[:, -1:, None]
 
-    state = pool.index_select(0, plan.owners)
+    state = pool[plan.owners].contiguous()
     if plan.new is not None:
-        state.masked_fill_(plan.new, 0)
+        state = state.masked_fill(plan.new, 0)
     state, parts = _padded(state, 2).flatten(0, 1), []
     for step in plan.steps:
         tiles = slice(step.first * heads, (step.first + step.segments) * heads)
@@ -216,8 +238,9 @@ def recurrent(
         state = (moved[3] * moved[2]).baddbmm_(moved[0].transpose(1, 2), moved[1])
         if step.saved is not None:
             places, owners = step.saved
-            kept = state.unflatten(0, (-1, heads)).index_select(0, places)
-            pool.index_copy_(0, owners, kept[..., :dk, :dv])
+            kept = state.unflatten(0, (-1, heads))
+            kept = kept if places is None else kept.index_select(0, places)
+            pool[owners] = kept[..., :dk, :dv]
     found = torch.cat(parts) if len(parts) > 1 else parts[0]
     found = found.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[..., :dv]
     if len(plan.places) == rows:
