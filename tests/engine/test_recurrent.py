@@ -18,6 +18,7 @@ from tests.support.cases import (
     model_of,
     one_by_one,
     run,
+    states_whole,
     text,
     whole,
 )
@@ -44,9 +45,7 @@ TILE = STATE_TILES["torch"]
 
 def free(engine):
     """Nobody holds a page, and every state that can be kept is kept or free, once."""
-    states = engine.admission.checkpoints
-    numbers = sorted([*states.kept.values(), *states._free])
-    return whole(engine) and numbers == list(range(engine.config.max_sequences, states.count))
+    return whole(engine) and states_whole(engine)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ from tests.support.cases import drain, engine_of
 from tests.support.drop_in import SMALL
 from tests.support.patience import PATIENCE
 from tests.support.signals import handled_by
-from tests.support.soak import CALL, PLAIN, PROMPTS, REQUESTS, SETTINGS, Judge, Truth, make
+from tests.support.soak import CALL, PLAIN, PROMPTS, REQUESTS, SETTINGS, Judge, Truth
 from tinyspec import AsyncEngine
 
 SECONDS = 20  # of the form that is a part of a sample
@@ -39,8 +39,8 @@ class Soak:
 
     def __init__(self, judge: Judge, seed: str):
         self.judge, self.rng = judge, random.Random(seed)
-        self.served = make(given.OF_THE_ENGINE[0])
-        self.patched = make(given.OF_THE_PATCHED[0])
+        self.served = judge.truth.make(given.OF_THE_ENGINE[0])
+        self.patched = judge.truth.make(given.OF_THE_PATCHED[0])
         self.has = {"engine": given.OF_THE_ENGINE[0], "patched": given.OF_THE_PATCHED[0]}
         self.engine = engine_of(self.served, **SETTINGS)
         tinyspec.patch(self.patched, SMALL)
@@ -215,9 +215,13 @@ class Soak:
         self.judge.model("closed", self.has["engine"], self.served)
 
 
-@pytest.fixture(scope="module")
-def truth():
-    return Truth()
+# The engine's model and the patched one.
+KINDS = {"llamas": (), "delta rule": ("qwen3_5_text", "llama"), "mamba 2": ("llama", "bamba")}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def truth(request):
+    return Truth(*KINDS[request.param])
 
 
 def seconds(config) -> float:
@@ -257,7 +261,7 @@ def test_controls_of_the_judge(truth):
     number = next(n for n, (_, params) in enumerate(REQUESTS) if params.temperature)
     prompt, params = REQUESTS[number]
     judge, lost = Judge(truth), []
-    with engine_of(make(seed), **SETTINGS) as engine:
+    with engine_of(truth.make(seed), **SETTINGS) as engine:
         output = engine.generate([prompt], params)[0]
         judge.output(number, output)
         judge.pages(engine)

@@ -89,6 +89,13 @@ def whole(engine: Engine) -> bool:
     return pool.num_held == 0 and sorted(unowned(pool)) == list(range(pool.num_pages))
 
 
+def states_whole(engine: Engine) -> bool:
+    """Every state that can be kept is kept or free, once."""
+    states = engine.admission.checkpoints
+    numbers = sorted([*states.kept.values(), *states._free])
+    return numbers == list(range(engine.config.max_sequences, states.count))
+
+
 def drain(engine: Engine) -> dict[str, RequestOutput]:
     """Steps until nothing is left, which must not take for ever; outputs by request id."""
     done: dict[str, RequestOutput] = {}

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.support.cases import engine_of, greedy, text, whole
-from tests.support.drop_in import PAD, SMALL, patched
+from tests.support import zoo
+from tests.support.cases import engine_of, greedy, states_whole, text, whole
+from tests.support.drop_in import PAD, SMALL
+from tests.support.drop_in import patched as serving
 from tests.support.mixes import bits
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
@@ -39,8 +41,9 @@ OF_THE_ENGINE, OF_THE_PATCHED = (0, 1), (2, 3)
 MB = 1 << 20
 
 
-def make(seed: int) -> PreTrainedModel:
-    return replace_linears(tiny(seed=seed), ShapeSensitiveLinear)
+def make(seed: int, kind: str = "llama") -> PreTrainedModel:
+    model = tiny(seed=seed) if kind == "llama" else zoo.tiny(kind, seed=seed)
+    return replace_linears(model, ShapeSensitiveLinear)
 
 
 def logits(model: PreTrainedModel) -> Tensor:
@@ -49,24 +52,29 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 class Truth:
-    """What each request and call gives alone, in models of the same weights that nobody shares."""
+    """What each request and call gives alone, in models of the same weights that nobody shares.
+    engine, patched: the models' kinds."""
 
-    def __init__(self) -> None:
-        self.weights = {n: make(n).state_dict() for n in (*OF_THE_ENGINE, *OF_THE_PATCHED)}
-        self.logits = {seed: logits(make(seed)) for seed in self.weights}
+    def __init__(self, engine: str = "llama", patched: str = "llama") -> None:
+        self.kinds = dict.fromkeys(OF_THE_ENGINE, engine) | dict.fromkeys(OF_THE_PATCHED, patched)
+        self.weights = {seed: self.make(seed).state_dict() for seed in self.kinds}
+        self.logits = {seed: logits(self.make(seed)) for seed in self.kinds}
         self.bits: dict[str, list[Any]] = {}  # by fingerprint
         self.rows: dict[int, Tensor] = {}  # by weights
         for seed in OF_THE_ENGINE:
-            with engine_of(make(seed), **SETTINGS) as engine:
+            with engine_of(self.make(seed), **SETTINGS) as engine:
                 alone = [engine.generate([prompt], params)[0] for prompt, params in REQUESTS]
                 self.bits[engine.fingerprint] = [bits(output) for output in alone]
         for seed in OF_THE_PATCHED:
-            with patched(make(seed), SMALL) as model:
+            with serving(self.make(seed), SMALL) as model:
                 rows = [
                     model.generate([prompt], **{**CALL, "seed": CALL["seed"][n]})[0, len(prompt) :]
                     for n, prompt in enumerate(PROMPTS)
                 ]
             self.rows[seed] = torch.stack(rows)
+
+    def make(self, seed: int) -> PreTrainedModel:
+        return make(seed, self.kinds[seed])
 
 
 class Judge:
@@ -108,6 +116,7 @@ class Judge:
 
     def pages(self, engine: Engine) -> None:
         self.check("pages", whole(engine), f"{engine.pool.num_held} are held by nobody's request")
+        self.check("states", states_whole(engine), "one that can be kept is not, nor is it free")
 
     def remember(self) -> None:
         """Bytes of all tensors, objects, and the process's memory, between two rounds."""
