@@ -233,7 +233,7 @@ def checkpoints_of(rows: int) -> Any:
 
 def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
     from tinyspec.kernels.backend import AttentionMetadata, LayerStates
-    from tinyspec.kernels.recurrent import recurrent
+    from tinyspec.kernels.recurrent import scan
 
     key_heads, heads, dk, dv = STATES[rule]
     wide = 2 * key_heads * dk + heads * dv
@@ -251,7 +251,7 @@ def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
         given = ints([[0]] * rows), ints([0] * (rows + 2))[1:], ints([0] * (rows + 1))[1:], 16
         metadata = AttentionMetadata(*given, checkpoints=checkpoints_of(rows))
         eps = 1e-6 if rule == "delta" else None
-        yield partial(recurrent, q, k, v, own, states, metadata, rule != "mamba2", 0.1, eps)
+        yield partial(scan, q, k, v, own, states, metadata, rule != "mamba2", 0.1, eps)
 
 
 def keep_rows_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:

@@ -176,6 +176,26 @@ def recurrent(
     eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get
     0. Rows with a place in the rings are kept there.
     """
+    out = scan(q, k, v, gates, states, metadata, delta, scale, eps)
+    assert metadata.checkpoints is not None
+    slots = metadata.checkpoints.slots
+    keep_rows(states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), slots, metadata)
+    keep_rows(states.gates, gates, slots, metadata)
+    return out
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    states: LayerStates,
+    metadata: AttentionMetadata,
+    delta: bool,
+    scale: float,
+    eps: float | None,
+) -> Tensor:
+    """As ``recurrent``; keeps no rows."""
     (count, k_heads, dk), (heads, dv) = q.shape, v.shape[1:]
     given = metadata.checkpoints
     assert given is not None and heads % k_heads == 0 and k.shape == q.shape
@@ -226,8 +246,6 @@ def recurrent(
         num_warps=entry.num_warps,
         **launch.OPTIONS,
     )
-    keep_rows(states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), given.slots, metadata)
-    keep_rows(states.gates, gates, given.slots, metadata)
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from types import FunctionType
 from typing import Any
@@ -118,7 +118,7 @@ class _Calls:
                 rows = kernels.short_conv(own, weight, bias, ring, slots, metadata, ring=True)
                 kernels.keep_rows(ring, own, places, metadata)
         if activation is not None:
-            rows = ACT2FN[activation](rows)
+            rows = _activation(activation)(rows)
         return rows.T[None]
 
     def delta_rule(
@@ -191,6 +191,12 @@ class _Calls:
             out: Tensor = kernels.recurrent(q, k, v, gates, states, metadata, **rule)
         context.scans += 1
         return out
+
+
+@cache
+def _activation(name: str) -> nn.Module:
+    found: nn.Module = ACT2FN[name]
+    return found
 
 
 def _checkpoints(metadata: AttentionMetadata) -> Checkpoints:

@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
     sequence for an element without a token); None: they do not fit. held: elements whose rows lie
     in rings, and their places there; empty: elements without a token. places [live]: elements of
     the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
-    which have no state yet, None: all have one. one: [T, T]."""
+    which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices."""
 
     rows: Tensor
     ringed: Tensor | None
@@ -48,6 +48,7 @@ class _Plan(NamedTuple):
     owners: Tensor | slice
     new: Tensor | None
     one: Tensor
+    lower: Tensor
     steps: list[_Step]
 
 
@@ -99,6 +100,8 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
     slots = owners[segment, None] * ring + last % ring
     fit = bool((length - at <= ring).all())
     new = (at == 0)[:, None, None, None]
+    # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
+    wide = size + 1 + -(size + 1) % (32 // min(size, 32))
     return _Plan(
         torch.where(own, rows, 0).flatten(),
         slots.flatten() if fit else None,
@@ -108,6 +111,7 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
         as_slice(owners.tolist()),
         new if bool(new.any()) else None,
         torch.eye(size, dtype=torch.float32, device=first.device),
+        torch.ones((size, wide), dtype=torch.bool, device=first.device).tril(),
         steps,
     )
 
@@ -135,17 +139,15 @@ def _tiled(rows: Tensor, ring: Tensor, plan: _Plan, metadata: AttentionMetadata)
     return found.float()
 
 
-def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _decays(g: Tensor, lower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of log decays g [tiles, H, T]: what is left at row i of row j [..., T, T], 0 before it; at
-    row i of what was before the tile, and at the end of row j [..., T] each."""
-    # Of the tokens between two rows alone: differences of long sums would be less exact.
+    row i of what was before the tile [..., T, 1], and at the end of row j [..., T]."""
     size = g.shape[-1]
-    between = g[..., None].expand(*g.shape, size).tril(-1).cumsum(-2)
-    sums = g.cumsum(-1)[..., None, :]
-    # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
-    more = 1 + -(size + 1) % (32 // min(size, 32))
-    left = torch.cat([between, *[sums] * more], -2).exp_()
-    return left[..., :size, :].tril(), left[..., size, :], left[..., size - 1, :]
+    # Of the tokens since a row alone, in column 0 of all: differences of long sums would be less
+    # exact.
+    left = torch.where(lower, g[..., None], 0).cumsum(-2).exp_()
+    after = left[..., 1 : size + 1]
+    return after.tril(), left[..., :1], after[..., -1, :]
 
 
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
@@ -191,7 +193,8 @@ def recurrent(
     if eps is not None:
         keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + eps)
     # All in one layout: that of a view, as of one tile, may give other bits.
-    queries, keys = (x.contiguous() for x in _padded(keys, 1).transpose(1, 2).chunk(2, 1))
+    both = _padded(keys, 1).unflatten(2, (2, key_heads)).permute(2, 0, 3, 1, 4)
+    queries, keys = both.contiguous()  # [tiles, Hk, T, n]
     values = _padded(kv[1].unflatten(1, (heads, dv)), 1).unflatten(0, (-1, size))
     values = values.transpose(1, 2).contiguous().flatten(0, 1)
     both = _tiled(gates.flatten(1), states.gates, plan, metadata)
@@ -199,8 +202,8 @@ def recurrent(
         both.index_fill_(0, plan.empty, 0)
     both = both.view(-1, size, heads, 2)
     g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
-    pairs, begin, end = (x.flatten(0, 1) for x in _decays(g))
-    beta, queries = beta.view(-1, 1, size), queries * scale
+    pairs, begin, end = (x.flatten(0, 1) for x in _decays(g, plan.lower))
+    beta = beta.view(-1, 1, size)
 
     def products(a: Tensor) -> Tensor:
         """[tiles * H, T, T] of rows of ``a`` with keys, as far as they have not decayed."""
@@ -213,11 +216,11 @@ def recurrent(
         solved = torch.linalg.solve_triangular(system, plan.one, upper=False, unitriangular=True)
         solved *= beta
         updates = torch.bmm(solved, values)
-        read = torch.bmm(solved, _scaled(keys, begin[..., None]))
+        read = torch.bmm(solved, _scaled(keys, begin))
     else:
         updates = beta.transpose(1, 2) * values
-    queries, own = _scaled(queries, begin[..., None]), _scaled(keys, end[..., None])
-    left = begin[:, -1:, None]
+    queries, own = _scaled(queries, begin), _scaled(keys, end[..., None])
+    left = begin[:, -1:]
 
     state = pool[plan.owners].contiguous()
     if plan.new is not None:
@@ -228,7 +231,8 @@ def recurrent(
         state, update = state[: step.segments * heads], updates[tiles]
         if delta:
             update = torch.baddbmm(update, read[tiles], state, alpha=-1)
-        parts.append(torch.bmm(scores[tiles], update).baddbmm_(queries[tiles], state))
+        added = torch.bmm(scores[tiles], update)
+        parts.append(added.baddbmm_(queries[tiles], state, beta=scale, alpha=scale))
         moved = [own[tiles], update, left[tiles], state]
         if (chosen := step.moved) is not None:
             if not len(chosen):

@@ -76,9 +76,6 @@ def short_conv(
         written, slots = written_rows(slot_mapping, metadata.derived)
         stored.index_copy_(0, slots, x if written is None else x[written])
     taps = weight.to(x.dtype).float().T
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    if bias is not None:
-        total += bias.float()
     places = _places(metadata, len(x), len(taps), pool.shape[1] if ring else 0)
     rows = (x if ring else stored).index_select(0, places.slots)
     if places.held is not None:
@@ -86,6 +83,9 @@ def short_conv(
         rows.index_copy_(0, chosen, stored.index_select(0, before))
     if places.none is not None:
         rows.index_fill_(0, places.none, 0)
-    for tap, part in zip(taps, rows.float().view(len(taps), *x.shape), strict=True):
-        total += part * tap
+    total, *parts = rows.float().view(len(taps), *x.shape) * taps[:, None]
+    if bias is not None:
+        total = total + bias.float()
+    for part in parts:
+        total = total + part
     return total.to(x.dtype)
