@@ -1,6 +1,8 @@
 """Models with recurrent layers: whatever happens to a sequence, its state is that of its committed
 tokens. Control: a state that is lost shows in every request, as the models remember."""
 
+import copy
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -24,8 +26,10 @@ from tests.support.cases import (
 )
 from tests.support.mixes import HalfLiar
 from tests.support.recorded import as_on_a_gpu
+from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec import Engine, UnsupportedModelError
 from tinyspec.config import STATE_TILES
+from tinyspec.model.recurrent import DELTA, MAMBA2
 
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
 PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
@@ -113,6 +117,62 @@ def test_control_a_state_that_is_lost(subject):
             context.kernels = replace(kernels, **changed)
             found = bits_of(run(engine, REQUESTS[-2:]))
             assert not any(a == b for a, b in zip(found, alone[-2:], strict=True)), lost
+
+
+def scanned(q, k, v, decay, beta, delta):
+    """Token by token, in the dtype that is given: q, k [T, Hk, Dk], v [T, H, Dv], decay, beta
+    [T, H]."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    state, found = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
+    for t in range(len(v)):
+        state = state * decay[t].exp()[:, None, None]
+        update = v[t] - torch.einsum("hkv,hk->hv", state, k[t]) if delta else v[t]
+        state = state + torch.einsum("hk,hv->hkv", k[t], beta[t, :, None] * update)
+        found.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    return torch.stack(found)[None]
+
+
+def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    q, k = query[0].double(), key[0].double()
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    rows = q * q.shape[-1] ** -0.5, k, value[0].double(), g[0].double(), beta[0].double()
+    return scanned(*rows, delta=True).to(value.dtype), None
+
+
+def mamba2(x, dt, a, b, c, D, dt_bias=None, dt_softplus=False, dt_limit=(0.0, torch.inf), **_):
+    dt, values = dt[0].double() + (0 if dt_bias is None else dt_bias.double()), x[0].double()
+    dt = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    found = scanned(c[0].double(), b[0].double(), values, a.double() * dt, dt, delta=False)
+    return (found + D.double()[:, None] * values).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_beside_an_exact_recurrence(kind, monkeypatch):
+    """Of a whole model: no farther from fp64, whose states go on token by token, than twice what
+    transformers' own fp32 is. Control: a recurrence that forgets is elsewhere."""
+    model, ids = zoo.tiny(HYBRIDS[kind]), torch.tensor([text(90)])
+    same_dtype = model(ids, use_cache=False).logits.detach()
+    with tinyspec.canonical(model), torch.no_grad():
+        found = model(ids).logits
+
+    def exact(rule, mamba):
+        wide = copy.deepcopy(model).double()
+        with monkeypatch.context() as patches, torch.no_grad():
+            for home in {sys.modules[type(module).__module__] for module in wide.modules()}:
+                for name, own in ((DELTA, rule), (MAMBA2, mamba)):
+                    if hasattr(home, name):
+                        patches.setattr(home, name, own)
+            return wide(ids, use_cache=False).logits
+
+    truth = exact(delta_rule, mamba2)
+    assert_as_good_as_torch(found, same_dtype, truth)
+    forgets = exact(
+        lambda q, k, v, g, beta, **more: delta_rule(q, k, v, g - 1e-3, beta, **more),
+        lambda x, dt, a, *given, **more: mamba2(x, dt, a - 1e-3, *given, **more),
+    )
+    with pytest.raises(AssertionError):
+        assert_as_good_as_torch(forgets.float(), same_dtype, truth)
 
 
 @pytest.mark.parametrize("settings", [{"kv_dtype": "fp8_e4m3"}, {"backend": "triton"}], ids=str)

@@ -12,6 +12,8 @@ its sequence alone. Rings are written by ``keep_rows`` afterwards.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -159,7 +161,7 @@ def recurrent_kernel(
             tl.debug_barrier()  # the next tile reads what all lanes have written
 
 
-def recurrent(
+def scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -174,28 +176,8 @@ def recurrent(
 
     q, k [R, Hk, Dk], v [R, H, Dv], gates [R, H, 2] fp32: log decay and beta. delta: which rule.
     eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get
-    0. Rows with a place in the rings are kept there.
+    0.
     """
-    out = scan(q, k, v, gates, states, metadata, delta, scale, eps)
-    assert metadata.checkpoints is not None
-    slots = metadata.checkpoints.slots
-    keep_rows(states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), slots, metadata)
-    keep_rows(states.gates, gates, slots, metadata)
-    return out
-
-
-def scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor,
-    states: LayerStates,
-    metadata: AttentionMetadata,
-    delta: bool,
-    scale: float,
-    eps: float | None,
-) -> Tensor:
-    """As ``recurrent``; keeps no rows."""
     (count, k_heads, dk), (heads, dv) = q.shape, v.shape[1:]
     given = metadata.checkpoints
     assert given is not None and heads % k_heads == 0 and k.shape == q.shape
@@ -287,3 +269,14 @@ def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMeta
         num_warps=entry.num_warps,
         **launch.OPTIONS,
     )
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *given: Any, **rule: Any) -> Tensor:
+    """As ``scan``; rows with a place in the rings are kept there."""
+    out = scan(q, k, v, gates, *given, **rule)
+    states, metadata = given
+    assert metadata.checkpoints is not None
+    slots = metadata.checkpoints.slots
+    keep_rows(states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), slots, metadata)
+    keep_rows(states.gates, gates, slots, metadata)
+    return out
