@@ -36,7 +36,7 @@ def test_a_chat_reuses_its_earlier_turns(dtype, kind):
                 output = engine.generate([history], greedy(13, temperature=0.8, seed=turn))[0]
                 (cached,) = tokens_cached(output)
                 if cache and known and engine.served.recurrent:  # the last drafts moved no state
-                    assert cached in (known // 16 * 16 - 16, known // 16 * 16)
+                    assert known // 8 * 8 - cached in (0, 8, 16)
                 else:
                     assert cached == (known // 8 * 8 if cache else 0)
                 history += output.completions[0].token_ids
