@@ -179,6 +179,7 @@ class Soak:
         elif what == "another":
             before, self.engine = self.engine, engine_of(self.served, **SETTINGS)
             before.close()
+            del before  # or it is counted
         elif what == "weights":
             seed = self.has["patched"] = self.rng.choice(given.OF_THE_PATCHED)
             self.patched.load_state_dict(self.judge.truth.weights[seed])
