@@ -4,7 +4,8 @@ Random use, long runs and crosses of many parameters carry the mark ``slow(famil
 ``seconds`` is what one of them takes on one core. ``pytest -m slow`` runs all of them. With
 ``--minutes M`` every family has its share of M core-minutes, and as many of its tests run as fit
 into it, drawn by ``--seed``. Their marks decide, not a clock: the same options select the same
-tests on every machine.
+tests on every machine. Random ones then have as many cases as fit, so a large M never ends:
+for all tests leave it out.
 
 ``crossed(seconds)`` marks a test with many combinations of parameters. By default those run that
 show every value of every parameter at least once; the others are ``slow("crosses", seconds)``.
