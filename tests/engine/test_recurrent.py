@@ -26,11 +26,13 @@ from tests.support.cases import (
 )
 from tests.support.mixes import HalfLiar
 from tests.support.recorded import as_on_a_gpu
+from tests.support.recurrence import scanned
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec import Engine, UnsupportedModelError
 from tinyspec.config import STATE_TILES
 from tinyspec.model.recurrent import DELTA, MAMBA2
 
+TILE = STATE_TILES["torch"]
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
 PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
 REQUESTS = [(prompt, greedy(24)) for prompt in PROMPTS]
@@ -42,9 +44,6 @@ def subject(request):
     """A kind, and the bits of every request alone."""
     with engine_of(model_of(request.param), prefix_cache=False, overlap=False) as engine:
         return request.param, one_by_one(engine, REQUESTS)
-
-
-TILE = STATE_TILES["torch"]
 
 
 def free(engine):
@@ -119,32 +118,19 @@ def test_control_a_state_that_is_lost(subject):
             assert not any(a == b for a, b in zip(found, alone[-2:], strict=True)), lost
 
 
-def scanned(q, k, v, decay, beta, delta):
-    """Token by token, in the dtype that is given: q, k [T, Hk, Dk], v [T, H, Dv], decay, beta
-    [T, H]."""
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    state, found = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
-    for t in range(len(v)):
-        state = state * decay[t].exp()[:, None, None]
-        update = v[t] - torch.einsum("hkv,hk->hv", state, k[t]) if delta else v[t]
-        state = state + torch.einsum("hk,hv->hkv", k[t], beta[t, :, None] * update)
-        found.append(torch.einsum("hkv,hk->hv", state, q[t]))
-    return torch.stack(found)[None]
-
-
 def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
     q, k = query[0].double(), key[0].double()
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     rows = q * q.shape[-1] ** -0.5, k, value[0].double(), g[0].double(), beta[0].double()
-    return scanned(*rows, delta=True).to(value.dtype), None
+    return scanned(*rows, delta=True).to(value.dtype)[None], None
 
 
 def mamba2(x, dt, a, b, c, D, dt_bias=None, dt_softplus=False, dt_limit=(0.0, torch.inf), **_):
     dt, values = dt[0].double() + (0 if dt_bias is None else dt_bias.double()), x[0].double()
     dt = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     found = scanned(c[0].double(), b[0].double(), values, a.double() * dt, dt, delta=False)
-    return (found + D.double()[:, None] * values).to(x.dtype)
+    return (found + D.double()[:, None] * values).to(x.dtype)[None]
 
 
 @pytest.mark.parametrize("kind", KINDS)

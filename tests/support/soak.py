@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.support import zoo
 from tests.support.cases import engine_of, greedy, states_whole, text, whole
-from tests.support.drop_in import PAD, SMALL
-from tests.support.drop_in import patched as serving
+from tests.support.drop_in import PAD, SMALL, patched
 from tests.support.mixes import bits
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
@@ -41,11 +40,6 @@ OF_THE_ENGINE, OF_THE_PATCHED = (0, 1), (2, 3)
 MB = 1 << 20
 
 
-def make(seed: int, kind: str = "llama") -> PreTrainedModel:
-    model = tiny(seed=seed) if kind == "llama" else zoo.tiny(kind, seed=seed)
-    return replace_linears(model, ShapeSensitiveLinear)
-
-
 def logits(model: PreTrainedModel) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits
@@ -53,10 +47,11 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 class Truth:
     """What each request and call gives alone, in models of the same weights that nobody shares.
-    engine, patched: the models' kinds."""
+    of_engine, of_patched: the models' kinds."""
 
-    def __init__(self, engine: str = "llama", patched: str = "llama") -> None:
-        self.kinds = dict.fromkeys(OF_THE_ENGINE, engine) | dict.fromkeys(OF_THE_PATCHED, patched)
+    def __init__(self, of_engine: str = "llama", of_patched: str = "llama") -> None:
+        self.kinds = dict.fromkeys(OF_THE_ENGINE, of_engine)
+        self.kinds |= dict.fromkeys(OF_THE_PATCHED, of_patched)
         self.weights = {seed: self.make(seed).state_dict() for seed in self.kinds}
         self.logits = {seed: logits(self.make(seed)) for seed in self.kinds}
         self.bits: dict[str, list[Any]] = {}  # by fingerprint
@@ -66,7 +61,7 @@ class Truth:
                 alone = [engine.generate([prompt], params)[0] for prompt, params in REQUESTS]
                 self.bits[engine.fingerprint] = [bits(output) for output in alone]
         for seed in OF_THE_PATCHED:
-            with serving(self.make(seed), SMALL) as model:
+            with patched(self.make(seed), SMALL) as model:
                 rows = [
                     model.generate([prompt], **{**CALL, "seed": CALL["seed"][n]})[0, len(prompt) :]
                     for n, prompt in enumerate(PROMPTS)
@@ -74,7 +69,9 @@ class Truth:
             self.rows[seed] = torch.stack(rows)
 
     def make(self, seed: int) -> PreTrainedModel:
-        return make(seed, self.kinds[seed])
+        kind = self.kinds[seed]
+        model = tiny(seed=seed) if kind == "llama" else zoo.tiny(kind, seed=seed)
+        return replace_linears(model, ShapeSensitiveLinear)
 
 
 class Judge:

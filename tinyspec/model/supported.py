@@ -94,7 +94,8 @@ def recurrent_layers(model: PreTrainedModel) -> int:
     # A config that does not name each layer says nothing of any.
     named = kinds if len(kinds) == len(layers) else [""] * len(layers)
     with_state = (type(layer).__name__ in RECURRENT for layer in layers)
-    return sum(a and kind not in STATELESS for a, kind in zip(with_state, named, strict=True))
+    pairs = zip(with_state, named, strict=True)
+    return sum(has_one and kind not in STATELESS for has_one, kind in pairs)
 
 
 def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:

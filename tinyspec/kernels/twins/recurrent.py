@@ -35,9 +35,9 @@ class _Step(NamedTuple):
 class _Plan(NamedTuple):
     """Of a pass: rows [E] that lie in the elements of its tiles, E = tiles * T, 0 where none does;
     ringed [E]: where in rings all rows are once the pass's own are kept there (some row of the
-    sequence for an element without a token); None: they do not fit. held: elements whose rows lie
-    in rings, and their places there; empty: elements without a token. places [live]: elements of
-    the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
+    sequence for an element without a token); None: they do not fit. held: then elements whose rows
+    lie in rings, and their places there; empty: elements without a token. places [live]: elements
+    of the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
     which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices."""
 
     rows: Tensor
@@ -99,13 +99,14 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
     last = torch.minimum(position, length[segment, None] - 1)
     slots = owners[segment, None] * ring + last % ring
     fit = bool((length - at <= ring).all())
+    some = not fit and bool(held.any())
     new = (at == 0)[:, None, None, None]
     # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
     wide = size + 1 + -(size + 1) % (32 // min(size, 32))
     return _Plan(
         torch.where(own, rows, 0).flatten(),
         slots.flatten() if fit else None,
-        (elements[held], slots[held]) if bool(held.any()) else None,
+        (elements[held], slots[held]) if some else None,
         None if bool(there.all()) else elements[~there],
         places,
         as_slice(owners.tolist()),
@@ -193,8 +194,8 @@ def recurrent(
     if eps is not None:
         keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + eps)
     # All in one layout: that of a view, as of one tile, may give other bits.
-    both = _padded(keys, 1).unflatten(2, (2, key_heads)).permute(2, 0, 3, 1, 4)
-    queries, keys = both.contiguous()  # [tiles, Hk, T, n]
+    halves = _padded(keys, 1).unflatten(2, (2, key_heads)).permute(2, 0, 3, 1, 4)
+    queries, keys = halves.contiguous()  # [tiles, Hk, T, n]
     values = _padded(kv[1].unflatten(1, (heads, dv)), 1).unflatten(0, (-1, size))
     values = values.transpose(1, 2).contiguous().flatten(0, 1)
     both = _tiled(gates.flatten(1), states.gates, plan, metadata)
