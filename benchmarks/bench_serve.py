@@ -26,8 +26,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from http import HTTPStatus
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from importlib.resources import files
+from operator import truediv
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -97,32 +98,54 @@ class Server:
         self._process.wait()
 
 
-def ask(url: str, body: dict[str, Any], times: dict[str, list[float]]) -> None:
-    """One request; of a stream the seconds to the first piece of text, and between two."""
+def ask(connection: HTTPConnection, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+
+
+def answer_of(connection: HTTPConnection) -> HTTPResponse:
+    """Raises RuntimeError for an error."""
+    answer = connection.getresponse()
+    if answer.status != HTTPStatus.OK:
+        raise RuntimeError(f"the server answers {answer.status}: {answer.read(1000)!r}")
+    return answer
+
+
+def follow(connection: HTTPConnection, body: dict[str, Any], times: dict[str, list[float]]) -> None:
+    """One stream: seconds to the first piece of text, and between two."""
+    last, kind = time.perf_counter(), "first"
+    ask(connection, body)
+    for line in answer_of(connection):
+        if not line.startswith(b"data: {"):
+            continue
+        choices = json.loads(line[6:]).get("choices")
+        if choices and choices[0].get("text"):
+            now = time.perf_counter()
+            times[kind].append(now - last)
+            last, kind = now, "between"
+
+
+def connected(url: str) -> HTTPConnection:
+    """A connection that the server has taken: clients keep theirs from one request to the next."""
     # The plainest client there is: on two cores what a client computes is taken from the engine.
     connection = HTTPConnection(urlsplit(url).netloc)
-    last, kind = time.perf_counter(), "first"
-    with closing(connection):
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status != HTTPStatus.OK:
-            raise RuntimeError(f"{url} answers {answer.status}: {answer.read(1000)!r}")
-        for line in answer if body["stream"] else (answer.read(),):
-            if not line.startswith(b"data: {"):
-                continue
-            choices = json.loads(line[6:]).get("choices")
-            if choices and choices[0].get("text"):
-                now = time.perf_counter()
-                times[kind].append(now - last)
-                last, kind = now, "between"
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    return connection
 
 
-def crowd(url: str, bodies: list[dict[str, Any]], times: dict[str, list[float]]) -> float:
-    """Seconds until all ``bodies``, sent at once, are answered."""
-    with ThreadPoolExecutor(len(bodies)) as threads:
+def crowd(url: str, bodies: list[dict[str, Any]], times: dict[str, list[float]] | None) -> float:
+    """Seconds until all ``bodies``, sent at once, are answered; times: of streams."""
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(len(bodies)))
+        connections = [stack.enter_context(closing(connected(url))) for _ in bodies]
         begun = time.perf_counter()
-        list(threads.map(lambda body: ask(url, body, times), bodies))
+        if times is not None:
+            list(threads.map(follow, connections, bodies, [times] * len(bodies)))
+        else:  # one thread takes the least of the cores
+            list(map(ask, connections, bodies))
+            for connection in connections:
+                answer_of(connection).read()
         return time.perf_counter() - begun
 
 
@@ -168,7 +191,8 @@ def streams(
 
 
 def overhead(server: Server, model: str, count: int, tokens: int, rounds: int) -> list[list[Any]]:
-    """A row for plain and for deterministic requests: seconds of the engine here, of the server."""
+    """A row for plain and for deterministic requests: seconds of the engine here, of the server;
+    medians, and that of their ratios by round."""
     rows = []
     with Engine.from_pretrained(model) as engine:
         for kind, own in (("plain", {}), ("deterministic", {"deterministic": True})):
@@ -181,11 +205,11 @@ def overhead(server: Server, model: str, count: int, tokens: int, rounds: int) -
                 seconds = {"engine": time.perf_counter() - begun}
                 with server.awake() as url:
                     bodies = bodies_of(model, count, tokens, False, own)
-                    seconds["server"] = crowd(url, bodies, {})
+                    seconds["server"] = crowd(url, bodies, None)
                 for side, each in taken.items():
                     each += [seconds[side]] if number else []
-            here, there = (median(each) for each in taken.values())
-            rows.append([count, kind, here, there, there / here])
+            ratio = median(map(truediv, taken["server"], taken["engine"]))
+            rows.append([count, kind, *map(median, taken.values()), ratio])
     return rows
 
 
