@@ -106,9 +106,11 @@ MENDS = {
             PRINT + "function_settings": _returns({}),
         },
     ),
-    "digest of weights and adapters": Mend(
-        ("module replaced", "adapter switched", "adapters disabled", "adapter scaled"),
-        {CONTRACT + "digest_weights": _returns("")},
+    "digest of weights": Mend(("module replaced",), {CONTRACT + "digest_weights": _returns("")}),
+    # What an adapter's layers have for attributes is among the settings, its matrices are weights.
+    "adapters in the fingerprint": Mend(
+        ("adapter switched", "adapters disabled", "adapter scaled"),
+        {CONTRACT + "digest_weights": _returns(""), PRINT + "function_settings": _returns({})},
     ),
     "strides in the fingerprint": Mend(
         ("weights transposed in memory",), {PRINT + "_strides": _nothing}

@@ -26,13 +26,14 @@ VOCAB = 128
 # The token whose embedding is not finite, where a draw says so; no other prompt has it.
 POISON = 5
 # Served model types, of both kinds of attention, with windows, softcaps, sinks, experts, MLA,
-# convolutions.
+# convolutions, recurrent states.
 ZOO = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox"),
     *("opt", "phi", "phi3", "olmo2", "granite", "cohere", "cohere2", "starcoder2", "stablelm"),
     *("nemotron", "smollm3", "glm4", "exaone4", "gpt_bigcode", "biogpt", "ministral", "helium"),
     *("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma3n_text", "llama4_text", "olmoe"),
-    *("lfm2", "lfm2_moe"),
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "bamba"),
+    *("falcon_h1", "granitemoehybrid", "zamba2"),
 )
 # Every layer has a window: what lies further back is in no row's sight.
 WINDOWED = ("mistral", "starcoder2", "phi3")
