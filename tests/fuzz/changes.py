@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # Numbers of modules and configs that a forward in eval mode does not read, or not after loading.
 _IDLE = ("dropout", "drop", "pdrop", "initializer", "aux_loss", "jitter", "noise", "init_", "_std")
 _ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation")
-# Numbers of a config that forwards may read from it.
-_CONFIG = ("softcap", "logit", "multiplier", "scal")
+# Numbers of a config that forwards may read from it; modules take multipliers when they are made.
+_CONFIG = ("softcap", "logit", "scal")
 # Matrices outside attention.
 WIDE = ("mlp", "fc", "ffn", "feed_forward", "experts")
 _EPSILONS = ("variance_epsilon", "eps")
@@ -195,11 +195,13 @@ def number(scene: Scene) -> None:
 
 
 def config_numbers(model: Any) -> list[str]:
+    """But for those that a module has under the same name."""
     config = model.config.get_text_config(decoder=True)
+    taken = {name for module in model.modules() for name in vars(module)}
     return [
         key
         for key, value in config.to_dict().items()
-        if isinstance(value, float) and hasattr(config, key)
+        if isinstance(value, float) and hasattr(config, key) and key not in taken
         if any(word in key for word in _CONFIG)
     ]
 
