@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPResponse
 from importlib.resources import files
@@ -98,13 +99,28 @@ class Server:
         self._process.wait()
 
 
+@contextmanager
+def connections(url: str, count: int) -> Iterator[list[HTTPConnection]]:
+    """So many that the server has taken: clients keep theirs from one request to the next."""
+    # The plainest client there is: on two cores what a client computes is taken from the engine.
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(closing(HTTPConnection(urlsplit(url).netloc))) for _ in range(count)
+        ]
+        for connection in made:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+        yield made
+
+
 def ask(connection: HTTPConnection, body: dict[str, Any]) -> None:
+    """Send one request."""
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
 
 
 def answer_of(connection: HTTPConnection) -> HTTPResponse:
-    """Raises RuntimeError for an error."""
+    """What comes back. Raises RuntimeError for an error."""
     answer = connection.getresponse()
     if answer.status != HTTPStatus.OK:
         raise RuntimeError(f"the server answers {answer.status}: {answer.read(1000)!r}")
@@ -125,27 +141,22 @@ def follow(connection: HTTPConnection, body: dict[str, Any], times: dict[str, li
             last, kind = now, "between"
 
 
-def connected(url: str) -> HTTPConnection:
-    """A connection that the server has taken: clients keep theirs from one request to the next."""
-    # The plainest client there is: on two cores what a client computes is taken from the engine.
-    connection = HTTPConnection(urlsplit(url).netloc)
-    connection.request("GET", "/health")
-    connection.getresponse().read()
-    return connection
-
-
-def crowd(url: str, bodies: list[dict[str, Any]], times: dict[str, list[float]] | None) -> float:
-    """Seconds until all ``bodies``, sent at once, are answered; times: of streams."""
-    with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(len(bodies)))
-        connections = [stack.enter_context(closing(connected(url))) for _ in bodies]
+def streamed(url: str, bodies: list[dict[str, Any]], times: dict[str, list[float]]) -> float:
+    """Seconds until all ``bodies``, sent at once, are answered by streams."""
+    with ThreadPoolExecutor(len(bodies)) as threads, connections(url, len(bodies)) as made:
         begun = time.perf_counter()
-        if times is not None:
-            list(threads.map(follow, connections, bodies, [times] * len(bodies)))
-        else:  # one thread takes the least of the cores
-            list(map(ask, connections, bodies))
-            for connection in connections:
-                answer_of(connection).read()
+        list(threads.map(partial(follow, times=times), made, bodies))
+        return time.perf_counter() - begun
+
+
+def whole(url: str, bodies: list[dict[str, Any]]) -> float:
+    """The same without streams, by this thread alone, which takes the least of the cores."""
+    with connections(url, len(bodies)) as made:
+        begun = time.perf_counter()
+        for connection, body in zip(made, bodies, strict=True):
+            ask(connection, body)
+        for connection in made:
+            answer_of(connection).read()
         return time.perf_counter() - begun
 
 
@@ -179,7 +190,7 @@ def streams(
         for side, (name, own) in SIDES.items():
             with servers[name].awake() as url:
                 bodies = bodies_of(model, count, tokens, True, own)
-                seconds = crowd(url, bodies, times[side])
+                seconds = streamed(url, bodies, times[side])
             if number:
                 rates[side].append(count / seconds)
     plain = median(rates["transformers serve"])
@@ -205,7 +216,7 @@ def overhead(server: Server, model: str, count: int, tokens: int, rounds: int) -
                 seconds = {"engine": time.perf_counter() - begun}
                 with server.awake() as url:
                     bodies = bodies_of(model, count, tokens, False, own)
-                    seconds["server"] = crowd(url, bodies, None)
+                    seconds["server"] = whole(url, bodies)
                 for side, each in taken.items():
                     each += [seconds[side]] if number else []
             ratio = median(map(truediv, taken["server"], taken["engine"]))
