@@ -33,6 +33,8 @@ CONTEXT, STEPS = 1024, 20
 # Tokens of every request before its passes are timed: they are captured and their costs known then.
 SETTLED = 64
 MODEL_LEN = 4096
+# Types whose steps roofline.py knows the work of.
+DENSE = ("llama", "qwen3")
 # nano-vllm's bench.py with its seed, tokens a second, TB/s of the device's memory (roofline.py, and
 # the makers' data sheets): what others published, on Qwen3-0.6B.
 PUBLISHED = {
@@ -65,7 +67,7 @@ class Sections:
         self.vocab, self.shape = self.model.config.vocab_size, self.model.config
         length = min(MODEL_LEN, self.shape.max_position_embeddings)
         self.config = EngineConfig(max_model_len=length)
-        self.device = known_device(lines)
+        self.device = known_device(lines) if self.shape.model_type in DENSE else None
         seconds = time.perf_counter() - began
         lines.add("models", preset, seconds=round(seconds, 1))
 
@@ -135,12 +137,13 @@ class Sections:
         self.lines.run("doctor", self.preset, examine, least=10)
 
     def nano(self) -> None:
-        """nano-vllm's workload with none, all and half of the requests deterministic."""
+        """nano-vllm's workload by the share of requests that is deterministic, after a run that
+        captures the graphs of its sizes."""
         work = nano(self.vocab, self.smoke)
         with self.engine(prefix_cache=False) as engine:
             engine.warm_up()
-            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-            for share in (0, 100, 50):
+            serve(engine, work, work.params(work.chosen(50)))
+            for share in (0, 10, 50, 100):
                 params = [replace(p, temperature=0.6) for p in work.params(work.chosen(share))]
                 run = partial(self._served, engine, work, params)
                 name = f"{self.preset}, {share} % deterministic"

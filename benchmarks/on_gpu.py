@@ -40,6 +40,9 @@ SUITES = {
     "bench_share": ("-k", "bfloat16"),
     "bench_host": (),
 }
+# Files of tests, besides the kernels', that need a GPU: all others are not imported.
+OF_A_GPU = ("tests/test_gpu.py", "tests/runner/test_token_logprobs.py")
+OF_A_GPU += ("tests/determinism/test_rows.py",)
 INTERRUPTED, NO_TESTS = 2, 5  # exit statuses of pytest
 
 
@@ -85,16 +88,20 @@ def sanitized(command: tuple[str, ...]) -> tuple[str, ...] | None:
 def gpu_steps() -> Iterator[Step]:
     """In order; the limits of all sum to more than there is time, so that none of it is unused."""
     qwen, llama = "qwen3-0.6b", "llama-3.1-8b"
+    moe, hybrid = "qwen3-30b-a3b, 12 layers", "qwen3.5-9b"
     yield Step("qwen: bits", 60, bits(qwen))
     yield Step("llama: bits", 60, bits(llama))
+    yield Step("moe: bits", 60, bits(moe))
+    yield Step("hybrid: bits", 60, bits(hybrid))
     yield Step("ceilings, kernels", 60, kernels("ceilings", "kernels"))
     yield Step("llama: steps, doctor", 80, models(llama, "steps", "doctor"))
     yield Step("qwen: steps, nano-vllm", 90, models(qwen, "steps", "nano"))
+    yield Step("moe: steps", 60, models(moe, "steps"))
+    yield Step("hybrid: steps", 60, models(hybrid, "steps"))
     yield Step("qwen: generate, generate_batch", 60, models(qwen, "compare"))
     chosen = ("tests/kernels", "-k", "not twin", "--ignore=tests/kernels/test_compile.py")
     yield Step("tests: kernels", 90, tests("tests: kernels", *chosen, workers=WORKERS))
-    chosen = ("tests", "-m", "gpu", "--ignore=tests/kernels")
-    yield Step("tests: gpu", 80, tests("tests: gpu", *chosen, workers=WORKERS))
+    yield Step("tests: gpu", 200, tests("tests: gpu", *OF_A_GPU, "-m", "gpu", workers=WORKERS))
     yield Step("qwen: doctor", 50, models(qwen, "doctor"))
     if (command := sanitized(kernels("small"))) is not None:
         yield Step("sanitizer", 60, command)

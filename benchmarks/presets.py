@@ -106,6 +106,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+PRESETS["qwen3.5-9b"] = {
+    **PRESETS["hybrid"],
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "head_dim": 256},
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 248320},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "tie_word_embeddings": False,
+}
+PRESETS["qwen3-30b-a3b, 12 layers"] = {  # of 48
+    **PRESETS["qwen3-0.6b"],
+    **{"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 12},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    **{"intermediate_size": 6144, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"num_experts": 128, "num_experts_per_tok": 8},
+}
 PRESETS["small-moe"] = {
     **PRESETS["tiny-moe"],
     **{"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64},

@@ -6,17 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import walk, zoo
 from tests.support.cases import bits_of, one_by_one, run
 from tests.support.mixes import crowd, needles, plain, random_config, run_through
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
+from tinyspec.model.supported import SERVED
 from tinyspec.runner.graphs import EAGER_PASSES, CudaGraph
 
 pytestmark = pytest.mark.gpu
 REFERENCE = 32
 SIZES = (0, 1, 3, 9, 20, 60)
 CONFIG = EngineConfig(reference_rows=REFERENCE, num_pages=4096)
+TABLE = walk.places()
+KINDS = sorted(SERVED & set(zoo.BUILT))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,6 +69,19 @@ def test_replays_have_the_bits_of_eager_passes(dtype):
             found.append([bits_of(run(engine, mix)[:count]) for mix in mixes])
             assert bool(len(engine.runner.graphs)) is graphs
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_bits_of_a_family(kind):
+    """Greedy tokens in fp32 as transformers' own, bits in bf16 alone and in batches."""
+    model = zoo.tiny(kind).cuda()
+    assert walk.wrong_tokens(model, 40) == []
+    assert walk.contract_of(model.bfloat16(), 40) == TABLE[kind][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_canonical_forward_of_a_family(kind):
+    assert walk.forward_of(zoo.tiny(kind).cuda()) == TABLE[kind][2]
 
 
 def test_a_capture_that_fails(monkeypatch):

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks import journal, on_gpu
-from benchmarks.on_gpu import Step, gpu_steps, run_all, smoke_steps
+from benchmarks.on_gpu import OF_A_GPU, Step, gpu_steps, run_all, smoke_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +50,12 @@ def test_lists():
                 if part.startswith(("benchmarks/", "tests/")):
                     assert (ROOT / part).exists()
     names = [step.name for step in gpu_steps()]
-    assert names[:3] == ["qwen: bits", "llama: bits", "ceilings, kernels"]
+    first = ["qwen: bits", "llama: bits", "moe: bits", "hybrid: bits", "ceilings, kernels"]
+    assert names[: len(first)] == first
     assert names.index("tests: kernels") > 5
+    files = [path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text()]
+    marked = {str(path.relative_to(ROOT)) for path in files if path != Path(__file__)}
+    assert {name for name in marked if not name.startswith("tests/kernels/")} == set(OF_A_GPU)
 
 
 def test_predictions():

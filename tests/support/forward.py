@@ -54,7 +54,7 @@ class Rollout(NamedTuple):
 
 def rollout(model: Any, prompts: Sequence[list[int]], tokens: int, **settings: Any) -> Rollout:
     """By ``model.generate`` of a patched model, padded on the left."""
-    ids, mask = padded(prompts, "left")
+    ids, mask = (x.to(model.device) for x in padded(prompts, "left"))
     asked = {"output_logits": True, "return_dict_in_generate": True, "deterministic": True}
     asked |= {"max_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": None, **settings}
     out = model.generate(input_ids=ids, attention_mask=mask, **asked)
@@ -71,8 +71,8 @@ def unpadded(logits: Tensor, mask: Tensor) -> list[Tensor]:
 
 def loss_of(logits: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
     """The mean of -log p of every token but the first of each row; in fp32, or in fp64."""
-    wanted = torch.cat([torch.tensor(row[1:]) for row in rows])
     given = torch.cat([x[: len(row) - 1] for x, row in zip(logits, rows, strict=True)])
+    wanted = torch.cat([torch.tensor(row[1:], device=given.device) for row in rows])
     exact = given if given.dtype == torch.float64 else given.float()
     return nn.functional.cross_entropy(exact, wanted)
 
@@ -92,8 +92,9 @@ def plain_logits(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     takes = "position_ids" in inspect.signature(model.forward).parameters
     found = []
     for row in rows:
-        more = {"position_ids": torch.arange(len(row))[None]} if takes else {}
-        found.append(model(torch.tensor([row]), use_cache=False, **more).logits[0])
+        ids, positions = torch.tensor([[row], [range(len(row))]], device=model.device)
+        more = {"position_ids": positions} if takes else {}
+        found.append(model(ids, use_cache=False, **more).logits[0])
     return found
 
 

@@ -97,7 +97,7 @@ def forward_of(model: PreTrainedModel, tokens: int = 16) -> str:
     tinyspec.patch(quiet(model), CONFIG, deterministic=True, forward=True)
     try:
         made = rollout(model, prompts()[:3], tokens)
-        ids, mask = padded(made.rows, "right")
+        ids, mask = (x.to(model.device) for x in padded(made.rows, "right"))
         asked = {"attention_mask": mask, "use_cache": False}
 
         def run() -> list[Tensor]:

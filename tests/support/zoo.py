@@ -149,7 +149,7 @@ def greedy(
     model: PreTrainedModel, prompt: list[int], tokens: int = 64, **settings: Any
 ) -> tuple[list[int], Tensor]:
     """What transformers' own ``generate`` adds to one prompt, and its logits [tokens, V]."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
