@@ -22,6 +22,9 @@ from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 
 SIZES = (3, 16)
+# The last has no layer of attention.
+SUBJECTS = [("shape-sensitive", dtype) for dtype in DTYPES]
+SUBJECTS += [(kind, "fp32") for kind in HYBRIDS] + [("delta rule", "bf16"), ("mamba2", "fp32")]
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +36,10 @@ def triton_engine(model, **settings):
     return engine_of(model, backend="triton", max_rows=128, **settings)
 
 
-@pytest.fixture(scope="module", params=[*DTYPES, *HYBRIDS])
+@pytest.fixture(scope="module", params=SUBJECTS, ids=" ".join)
 def subject(request):
     """A model, and the bits of every needle alone."""
-    dtype = request.param
-    model = model_of("shape-sensitive", dtype) if dtype in DTYPES else model_of(dtype)
+    model = model_of(*request.param)
     with pytest.MonkeyPatch.context() as patches:
         as_on_a_gpu(patches)
         with triton_engine(model) as engine:

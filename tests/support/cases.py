@@ -24,10 +24,11 @@ Requests = list[tuple[list[int], SamplingParams]]
 
 
 def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrainedModel:
-    """A new tiny llama, its linears sensitive to the row count or as they are; or a hybrid with
-    such linears."""
-    if kind in HYBRIDS:
-        return replace_linears(zoo.tiny(HYBRIDS[kind]).to(DTYPES[dtype]), ShapeSensitiveLinear)
+    """A new tiny llama, its linears sensitive to the row count or as they are; or a hybrid, or
+    another type, with such linears."""
+    if kind not in ("as is", "shape-sensitive"):
+        model = zoo.tiny(HYBRIDS.get(kind, kind)).to(DTYPES[dtype])
+        return replace_linears(model, ShapeSensitiveLinear)
     model = tiny("llama", DTYPES[dtype])
     if positions != 512:
         config = config_of("llama")

@@ -75,7 +75,7 @@ def longest_split(runner: ModelRunner) -> int:
         return 0
     dtype, device, codes = runner.dtype, runner.device, runner.kv_dtype == CODES
     dims = {layer.head_dim for layer in runner.layers}
-    return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
+    return max((launch.attention(dtype, dim, device, codes).split for dim in dims), default=0)
 
 
 class ModelProbe:

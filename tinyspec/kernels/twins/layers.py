@@ -56,8 +56,8 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def values(cache: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a cache holds, in ``dtype``: as it is, or what its codes mean, exactly."""
-    return cache if cache.dtype == dtype else cache.view(torch.float8_e4m3fn).to(dtype)
+    """What a cache holds: as it is, or what its codes mean in ``dtype``, exactly."""
+    return cache.view(torch.float8_e4m3fn).to(dtype) if cache.dtype == CODES else cache
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
