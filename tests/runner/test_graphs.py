@@ -191,9 +191,12 @@ def test_canonical_passes_have_graphs_of_their_own(monkeypatch):
         shape = PassShape(bucket=8, segments=8, logit_rows=8, canonical=canonical)
         return passes.run(shape, canonical, (), lambda: torch.full((8,), float(canonical)))
 
+    settled = []
     for canonical in (False, True) * 4:
         assert logits(canonical).eq(canonical).all()
+        settled.append(passes.settled)
     assert len(passes) == 2 and log.replays == 6
+    assert settled == [False] * 4 + [True] * 4  # one is eager, one is captured
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), ("cpu", "triton")])

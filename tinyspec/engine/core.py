@@ -136,7 +136,9 @@ class EngineCore:
         if results is not None:  # a CPU is not charged with waiting for another process
             of_process = time.process_time() - own
             charged = min(seconds, of_process) if self.runner.device.type == "cpu" else seconds
-            self.scheduler.buckets.ran(done.record.bucket, done.record.canonical, charged)
+            settled = done.settled and (self._under_way is None or self._under_way.settled)
+            kind = done.record.bucket, done.record.canonical
+            self.scheduler.buckets.ran(*kind, charged, settled)
             if isinstance(self.drafter, NgramDrafter):
                 counts = self._looked_up, committer.looked_up
                 self.drafter.account(done.record, *counts, self.scheduler.buckets)
@@ -232,6 +234,7 @@ class EngineCore:
         before, launched.before = launched.before, None
         newest = None if before is None else before.tokens
         logits, prompt_logprobs = runner.run(launched.packed, newest, hooks), None
+        launched.settled = runner.graphs.settled
         if (targets := launched.targets) is not None:
             first = len(targets)
             prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], targets)

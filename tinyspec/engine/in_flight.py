@@ -53,6 +53,7 @@ class InFlightPass:
     targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give; before:
     a pass whose results were not in, until this one has run, which takes tokens where they lie;
     moves, copies: of recurrent states, as of ``Checkpoints``; error: why it could not be packed.
+    settled: whether it was launched as all later ones of its shape will be.
     """
 
     work_pass: Pass
@@ -73,6 +74,7 @@ class InFlightPass:
     moves: Array | None = None
     copies: list[tuple[int, int]] = field(default_factory=list)
     error: Exception | None = None
+    settled: bool = True
 
     @classmethod
     def of(cls, work_pass: Pass, admission: Admission) -> InFlightPass:

@@ -125,7 +125,8 @@ class PassGraphs:
 
     refusals: why passes cannot be, by whether they are canonical; known after the first pass of
     each kind, None where they can. runs_user_code: whether passes run code that a replay would
-    leave out.
+    leave out. settled: whether the latest pass ran as all later ones of its shape will; before
+    they are replayed they take longer.
     """
 
     def __init__(self, stream: DeviceStream, on: bool):
@@ -134,7 +135,7 @@ class PassGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._eager: Counter[Hashable] = Counter()
         self.refusals: dict[bool, str | None] = {}
-        self.runs_user_code = False
+        self.runs_user_code, self.settled = False, True
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -163,7 +164,8 @@ class PassGraphs:
     ) -> Tensor:
         """The result of ``forward``, whose work follows from ``shape`` and reads and writes memory
         at ``addresses``."""
-        if not self._on or self.refusal(canonical) is not None:
+        self.settled = not self._on or self.refusal(canonical) is not None
+        if self.settled:
             return forward()
         captured = self._captured.get(shape)
         if captured is not None and captured.addresses != addresses:
@@ -176,6 +178,8 @@ class PassGraphs:
             captured = self._capture(shape, canonical, addresses, forward)
             if captured is None:
                 return forward()
+        else:
+            self.settled = True
         assert captured.addresses == addresses
         captured.graph.replay()
         return captured.result

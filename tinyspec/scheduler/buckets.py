@@ -75,6 +75,7 @@ class Buckets:
         self.canonical: list[int] = []
         self._own_way: set[int] = set()
         self._costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        self._bounds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         self._guesses: dict[tuple[int, bool], float] = {}
         self._passes: Counter[tuple[int, bool]] = Counter()
         self.wanted = (0, 0)
@@ -97,10 +98,15 @@ class Buckets:
         """No bucket is canonical any more: weights or device changed."""
         self.canonical, self._own_way = [], set()
 
-    def ran(self, bucket: int, canonical: bool, seconds: float) -> None:
-        """A pass took so long."""
+    def ran(self, bucket: int, canonical: bool, seconds: float, settled: bool = True) -> None:
+        """A pass took so long. Not ``settled``: the next ones of its shape take less."""
         own = canonical and bucket in self._own_way
         costs, kind = self._costs[own], (bucket, own)
+        if not settled:
+            bounds = self._bounds[own]
+            bounds[bucket] = min(seconds, bounds.get(bucket, seconds))
+            self._guesses = {}
+            return
         self._passes[kind] += 1
         before, number = costs.get(bucket, seconds), self._passes[kind]
         if number == 1:  # what a proof's passes took, if anything is known, left some out
@@ -147,16 +153,23 @@ class Buckets:
 
     def seconds(self, bucket: int, canonical: bool = False) -> float:
         """What a pass in ``bucket`` costs; canonical: a canonical one, whether or not it is known
-        to be one. A guess from passes of the same kind, or else from all, where none has run."""
-        known = self._costs[canonical and bucket in self._own_way].get(bucket)
+        to be one. A guess from passes of the same kind, or else from all, where none has run; no
+        more than passes took that were not settled."""
+        kind = canonical and bucket in self._own_way
+        known = self._costs[kind].get(bucket)
         if known is not None:
             return known
         key = bucket, canonical
         if key not in self._guesses:
-            fast, own = self._costs[False], self._costs[True]
-            costs = {**fast, **own} if canonical else fast or own
-            self._guesses[key] = estimate(costs, bucket)
+            costs = self._known(self._costs, canonical) or self._known(self._bounds, canonical)
+            guess = estimate(costs, bucket)
+            self._guesses[key] = min(guess, self._bounds[kind].get(bucket, guess))
         return self._guesses[key]
+
+    def _known(self, costs: dict[bool, dict[int, float]], canonical: bool) -> dict[int, float]:
+        """By bucket, what passes of a kind cost, or else all."""
+        fast, own = costs[False], costs[True]
+        return {**fast, **own} if canonical else fast or own
 
     def window(
         self, rows: int, drafting: int, most: int, accepted: float, free: bool = True
