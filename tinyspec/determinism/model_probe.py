@@ -201,9 +201,15 @@ class ModelProbe:
             own = pool[: self._pages]
             filled = torch.mul(noise, scale, out=own if own.dtype == noise.dtype else None)
             own.copy_(stored(filled, own.dtype))
+        # Gigabytes for the rows of a large pass: drawn once for all sequences and layers.
+        drawn: dict[tuple[int, ...], Tensor] = {}
         for layer in self._cache.states:
             for part in layer:
-                part.copy_(torch.randn(part.shape, generator=generator))
+                if (shape := tuple(part.shape[1:])) not in drawn:
+                    drawn[shape] = torch.randn(shape, generator=generator).to(part.device)
+                scale = torch.rand(len(part), generator=generator).to(part.device, part.dtype)
+                noise = drawn[shape].to(part.dtype)
+                torch.mul(noise, scale.view(-1, *(1 for _ in shape)) + 0.5, out=part)
             layer.gates.abs_().neg_()  # decays
 
     def _copy_pages(self) -> None:
