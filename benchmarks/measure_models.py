@@ -137,12 +137,13 @@ class Sections:
         self.lines.run("doctor", self.preset, examine, least=10)
 
     def nano(self) -> None:
-        """nano-vllm's workload by the share of requests that is deterministic, after a run that
-        captures the graphs of its sizes."""
+        """nano-vllm's workload by the share of requests that is deterministic, after two that
+        capture the graphs of its passes."""
         work = nano(self.vocab, self.smoke)
         with self.engine(prefix_cache=False) as engine:
             engine.warm_up()
-            serve(engine, work, work.params(work.chosen(50)))
+            for share in (0, 100):
+                serve(engine, work, work.params(work.chosen(share)))
             for share in (0, 10, 50, 100):
                 params = [replace(p, temperature=0.6) for p in work.params(work.chosen(share))]
                 run = partial(self._served, engine, work, params)
