@@ -15,7 +15,7 @@ from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_
 from tests.support.tiny import prompts, tiny
 from tests.support.zoo import tiny as of_zoo
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.determinism import proof, results
+from tinyspec.determinism import contract, proof, results
 from tinyspec.kernels.twins import layers as twins
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.checksum import checksum
@@ -352,7 +352,7 @@ def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
 
     def refuse(needed, device):
         with monkeypatch.context() as patches:
-            patches.setattr(kv_cache, "_free_memory", lambda device: largest)
+            patches.setattr(kv_cache, "free_memory", lambda device: largest)
             kv_cache.refuse_shortage(needed, device)
 
     with engine_of(model) as engine:
@@ -365,3 +365,19 @@ def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
     monkeypatch.setattr(proof, "refuse_shortage", refuse)
     with engine_of(tiny(seed=1)) as engine:
         assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint != first.fingerprint
+
+
+def test_buckets_without_room_for_their_proof_are_left_out(proven_on_demand, monkeypatch, caplog):
+    """And nothing else: requests have the same bits."""
+    model, config = of_zoo("qwen3_5_text"), EngineConfig(reference_rows=8, max_rows=128)
+    found = []
+    for proves in (False, True):
+        with Engine(model, config=config) as engine:
+            if proves:
+                left = contract.needed_bytes(engine.runner, 96)
+                monkeypatch.setattr(contract, "free_memory", lambda device, left=left: left)
+                known = engine.contract.probe().sizes
+                assert {*known} == {*engine.runner.buckets.sizes} - {128}
+            found.append(bits_of(run(engine, [([1, 2, 3], DETERMINISTIC)])))
+    assert found[0] == found[1]
+    assert "passes of 128 rows are not proven" in caplog.text

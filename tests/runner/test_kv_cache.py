@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 def free(monkeypatch, pages: float) -> None:
     """Memory for so many pages."""
-    monkeypatch.setattr(kv_cache, "_free_memory", lambda device: int(pages * PAGE))
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: int(pages * PAGE))
 
 
 def engine_of(**settings) -> Engine:
@@ -149,4 +149,4 @@ def test_what_the_allocator_of_a_gpu_keeps(counts, free, monkeypatch):
     stats = {f"{name}_bytes.all.current": count for name, count in counts.items()}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    assert kv_cache._free_memory(GPU) == free
+    assert kv_cache.free_memory(GPU) == free

@@ -24,6 +24,7 @@ from tinyspec.determinism.environment import THREADS, ambient
 from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
+from tinyspec.determinism.model_probe import needed_bytes
 from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
     prove_buckets,
@@ -37,6 +38,7 @@ from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.torch_state import refuse_unpinnable
+from tinyspec.runner.kv_cache import free_memory
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets, estimate
 
@@ -302,12 +304,21 @@ class Contract:
     def prove_more(self, sizes: Collection[int], attention_rows: int | None = None) -> ProbeResults:
         """The results with these buckets; attention_rows: to compare of each kind."""
         results, begun = self.prove(), time.perf_counter()
-        new = [rows for rows in sizes if rows not in results.sizes]
+        new = [rows for rows in sizes if rows not in results.sizes and self._has_room(rows)]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
         found = self._proven(prove_buckets, results, new, attention_rows)
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return found
+
+    def _has_room(self, rows: int) -> bool:
+        """Whether there is memory to prove a bucket; where not, passes go on without it."""
+        needed, free = needed_bytes(self._runner, rows), free_memory(self._runner.device)
+        if needed > free:
+            self._ladder.failed.add(rows)
+            message = "passes of %d rows are not proven: that takes %d bytes of memory, %d are free"
+            logger.warning(message, rows, needed, free)
+        return needed <= free
 
     def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""

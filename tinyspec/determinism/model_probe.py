@@ -22,6 +22,7 @@ from tinyspec.kernels import launch
 from tinyspec.kernels.twins.layers import CODES, stored, values
 from tinyspec.model.checksum import row_checksums
 from tinyspec.runner.batch import Batch, Owned, Part
+from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.model_runner import ModelRunner
 
 # Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile.
@@ -78,6 +79,23 @@ def longest_split(runner: ModelRunner) -> int:
     return max((launch.attention(dtype, dim, device, codes).split for dim in dims), default=0)
 
 
+def distinct_rows(runner: ModelRunner) -> list[Segment]:
+    """The sequences of a probe whose rows are distinct."""
+    reference, largest = runner.buckets.reference, runner.buckets.sizes[-1]
+    count = min(largest, -(-DISTINCT_ROWS // reference) * reference)
+    longest = runner.config.max_model_len
+    assert longest
+    return segments(count, runner.page_size, longest, longest_split(runner))
+
+
+def needed_bytes(runner: ModelRunner, rows: int) -> int:
+    """Memory for the pages and states of a probe of up to ``rows`` rows."""
+    own = distinct_rows(runner)
+    page = KVCache.page_bytes(runner.served, runner.page_size, runner.kv_dtype)
+    states = KVCache.state_bytes(runner.served, (len(own), RING))
+    return -(-rows // own[-1].end) * ((own[-1].pages[-1] + 1) * page + states)
+
+
 class ModelProbe:
     """Passes of up to ``rows`` rows, on pages of their own, and what the reference bucket gives
     the same rows.
@@ -90,13 +108,10 @@ class ModelProbe:
     """
 
     def __init__(self, runner: ModelRunner, rows: int = 0):
-        longest = runner.config.max_model_len
-        assert longest
         self._runner, self._page_size = runner, runner.page_size
         self.took: dict[int, float] = {}
-        reference, largest = runner.buckets.reference, runner.buckets.sizes[-1]
-        self.distinct = distinct = min(largest, -(-DISTINCT_ROWS // reference) * reference)
-        own = segments(distinct, self._page_size, longest, longest_split(runner))
+        own = distinct_rows(runner)
+        self.distinct = distinct = own[-1].end
         self._pages, self._copies = own[-1].pages[-1] + 1, max(1, -(-rows // distinct))
         self._segments = [
             Segment(first + rows, end + rows, position, [page + pages for page in own_pages])

@@ -126,7 +126,7 @@ class KVCache:
             pool[target].copy_(pool[source])
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated: on a CPU also those that hold files which can be read again."""
     if device.type == "cuda":
         # What torch's allocator keeps of freed memory is free for a pool as well: on whichever
@@ -153,7 +153,7 @@ def most_pages(
     device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
     # Of a model without attention pages are numbers.
     page = max(KVCache.page_bytes(served, config.page_size, dtype), 1)
-    there = _free_memory(device)
+    there = free_memory(device)
     # A CPU's memory is taken when it is written.
     if served.recurrent and device.type != "cpu" and not held:
         needed = KVCache.state_bytes(served, states)
@@ -210,7 +210,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 def refuse_shortage(needed: int, device: torch.device) -> None:
     """Raise DeterminismError if a proof, which takes ``needed`` bytes, finds less memory."""
-    free = _free_memory(device)
+    free = free_memory(device)
     if needed > free:
         raise DeterminismError(
             f"a proof takes {needed} bytes for weights of its own making, as much as the largest "
