@@ -5,6 +5,7 @@ type: quickly (attention, or the refusal, and a run of some tokens) and, in the 
 token by token and bit by bit.
 """
 
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from tests.support import walk
 from tests.support.budget import first
+from tests.support.graphs import with_graphs
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
 from tests.support.zoo_configs import CANNOT
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
@@ -58,6 +60,16 @@ def test_tokens_and_bits(kind):
     others = set() if OWN_VERSION else {walk.REFUSED}
     assert walk.contract_of(model) in {TABLE[kind][1], *others}
     assert walk.forward_of(model) in {TABLE[kind][2], *others}
+
+
+@pytest.mark.slow("model types", 4)
+@pytest.mark.parametrize("kind", sorted(SERVED & set(BUILT)))
+def test_bits_on_the_triton_path(kind, monkeypatch):
+    """As a GPU runs it, in bf16, but for the kernels: graphs of a CPU, twins pose."""
+    with_graphs(monkeypatch)
+    config = replace(walk.CONFIG, backend="triton")
+    others = set() if OWN_VERSION else {walk.REFUSED}
+    assert walk.contract_of(tiny(kind).bfloat16(), 40, config) in {TABLE[kind][1], *others}
 
 
 @pytest.mark.parametrize("kind", ["longcat_flash", "phimoe", "roc_bert"])

@@ -73,13 +73,13 @@ def wrong_tokens(model: PreTrainedModel, tokens: int = TOKENS) -> list[str]:
     return wrong
 
 
-def contract_of(model: PreTrainedModel, tokens: int = TOKENS) -> str:
+def contract_of(model: PreTrainedModel, tokens: int = TOKENS, config: EngineConfig = CONFIG) -> str:
     """What ``deterministic=True`` gets: the contract kept, ``DeterminismError``, or which prompts
     have other bits alone than in a batch of 8 or 3."""
     params = SamplingParams(
         max_new_tokens=tokens, ignore_eos=True, deterministic=True, logprobs=True
     )
-    with Engine(model, config=CONFIG) as engine:
+    with Engine(model, config=config) as engine:
         try:
             crowd = [bits(output) for output in engine.generate(prompts(), params)]
         except DeterminismError:
