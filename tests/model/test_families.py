@@ -62,7 +62,7 @@ def test_tokens_and_bits(kind):
     assert walk.forward_of(model) in {TABLE[kind][2], *others}
 
 
-@pytest.mark.slow("model types", 4)
+@pytest.mark.slow("model types", 6)
 @pytest.mark.parametrize("kind", sorted(SERVED & set(BUILT)))
 def test_bits_on_the_triton_path(kind, monkeypatch):
     """As a GPU runs it, in bf16, but for the kernels: graphs of a CPU, twins pose."""
