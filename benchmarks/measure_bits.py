@@ -26,7 +26,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 Requests = list[tuple[list[int], SamplingParams]]
 Bits = list[tuple[list[int], Any]]
 RANKS = (4, 16)
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def requests(
@@ -121,9 +121,8 @@ class Crossing:
         import peft
 
         # PEFT merges what adapts the weights of experts in every pass, which is not served.
-        count = len(LINEARS) - hasattr(self.model.config, "num_experts")
-        chosen = list(LINEARS[:count])
-        config = peft.LoraConfig(r=rank, target_modules=chosen, init_lora_weights=False)
+        linears = LINEARS[:-1] if hasattr(self.model.config, "num_experts") else LINEARS
+        config = peft.LoraConfig(r=rank, target_modules=linears, init_lora_weights=False)
         adapted = peft.get_peft_model(self.model, config)
         try:
             own, self.model = self.model, adapted.eval()

@@ -41,8 +41,10 @@ SUITES = {
     "bench_host": (),
 }
 # Files of tests, besides the kernels', that need a GPU: all others are not imported.
-OF_A_GPU = ("tests/test_gpu.py", "tests/runner/test_token_logprobs.py")
-OF_A_GPU += ("tests/determinism/test_rows.py",)
+OF_A_GPU = (
+    *("tests/test_gpu.py", "tests/determinism/test_rows.py"),
+    "tests/runner/test_token_logprobs.py",
+)
 INTERRUPTED, NO_TESTS = 2, 5  # exit statuses of pytest
 
 

@@ -118,10 +118,11 @@ def lay_out(
     return Pass(torch.cat(q), caches[0], caches[1], metadata)
 
 
-def with_sinks(options: dict, q_heads: int, dtype: torch.dtype) -> dict:
+def with_sinks(options: dict, q_heads: int, dtype: torch.dtype, device: str = DEVICE) -> dict:
     """``options`` with numbers in place of "sinks": True."""
-    own = {"sinks": normal(q_heads, seed=99, dtype=dtype)} if options.get("sinks") is True else {}
-    return options | own
+    if options.get("sinks") is not True:
+        return dict(options)
+    return options | {"sinks": normal(q_heads, seed=99, dtype=dtype).to(device)}
 
 
 def rows_of(sequence: Sequence, start: int, stop: int, *given: Any, **options: Any) -> Tensor:

@@ -46,9 +46,7 @@ def run(dtype, shape, spans, holes=(), page_size=128, rest=0.0, exact=True, **sc
     chunks = [(made[n], first, end) for n, first, end in spans]
     more = {"fill": rest, "values": rest, "exact": exact, "written": False}
     work = lay_out(chunks, page_size, seed=len(spans), **more)
-    if scores.get("sinks"):
-        scores["sinks"] = with_sinks(scores, shape[0], dtype)["sinks"].cpu()
-    out = work(attend=twin.paged_attention, **scores)
+    out = work(attend=twin.paged_attention, **with_sinks(scores, shape[0], dtype, "cpu"))
     return out.split([end - first for _, first, end in spans])
 
 

@@ -53,7 +53,7 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, step=0, exact=True)
     dim, kv_heads, group = shape
     held = [(sequences(dtype, shape)[n], LENGTHS[n] - rows, LENGTHS[n]) for n, rows in chosen]
     work = lay_out(held, page_size, padding=3, fill=LARGE, seed=seed, step=step, exact=exact)
-    scores = with_sinks(scores, kv_heads * group, dtype)
+    scores = with_sinks(scores, kv_heads * group, dtype, "cpu")
     out = work(SCALE * dim**-0.5, twin.paged_attention, **scores)
     *found, rest = out.split([*(rows for _, rows in chosen), 3])
     assert torch.equal(rest, torch.zeros_like(rest))
@@ -76,7 +76,7 @@ def assert_right(out, sequence, first, scores):
     """Error of a sequence's last rows against fp64 (2-norm) at most twice torch's own in the dtype,
     written out or SDPA."""
     length, heads, dim = sequence.q.shape
-    scores = {"scale": SCALE * dim**-0.5, **with_sinks(scores, heads, out.dtype)}
+    scores = {"scale": SCALE * dim**-0.5, **with_sinks(scores, heads, out.dtype, "cpu")}
     exact = rows_of(sequence, first, length, torch.float64, **scores)
     same = (rows_of(sequence, first, length, out.dtype, **scores).double() - exact).norm()
     # Without a softcap and sinks, which SDPA has not.

@@ -159,6 +159,11 @@ class PassGraphs:
             kind = "canonical" if canonical else "other"
             logger.info("%s passes are not captured as graphs: %s", kind, found.refusal)
 
+    def eagerly(self, forward: Forward) -> Tensor:
+        """The result of ``forward``, which no graph is to hold."""
+        self.settled = not self._on
+        return forward()
+
     def run(
         self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
     ) -> Tensor:

@@ -163,7 +163,7 @@ class ModelRunner:
             return self.forward(batch, keep, shape.canonical, hooks)
 
         if packed.embeds or hooks is not None or self.kernels.backend == "torch":
-            logits, self.graphs.settled = forward(), self.kernels.backend == "torch"
+            logits = self.graphs.eagerly(forward)
         else:
             addresses = (*self.memory.addresses, *cache.addresses)
             logits = self.graphs.run(shape, shape.canonical, addresses, forward)

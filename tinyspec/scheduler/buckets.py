@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import inf
 
 import numpy as np
 
@@ -47,6 +48,13 @@ def ladder(config: EngineConfig, device_type: str) -> list[int]:
     if config.max_sequences > MANY:
         found.add(min(config.max_sequences, most))
     return sorted(found)
+
+
+def of_kind(costs: Mapping[bool, Mapping[int, float]], canonical: bool) -> Mapping[int, float]:
+    """By bucket, what passes of a kind cost, or else all. costs: of passes that run another way
+    than fast mode (True), and of others."""
+    fast, own = costs[False], costs[True]
+    return {**fast, **own} if canonical else fast or own
 
 
 def estimate(costs: Mapping[int, float], rows: int) -> float:
@@ -103,9 +111,9 @@ class Buckets:
         own = canonical and bucket in self._own_way
         costs, kind = self._costs[own], (bucket, own)
         if not settled:
-            bounds = self._bounds[own]
-            bounds[bucket] = min(seconds, bounds.get(bucket, seconds))
-            self._guesses = {}
+            if seconds < self._bounds[own].get(bucket, inf):
+                self._bounds[own][bucket] = seconds
+                self._guesses = {}
             return
         self._passes[kind] += 1
         before, number = costs.get(bucket, seconds), self._passes[kind]
@@ -161,15 +169,10 @@ class Buckets:
             return known
         key = bucket, canonical
         if key not in self._guesses:
-            costs = self._known(self._costs, canonical) or self._known(self._bounds, canonical)
-            guess = estimate(costs, bucket)
-            self._guesses[key] = min(guess, self._bounds[kind].get(bucket, guess))
+            costs = of_kind(self._costs, canonical) or of_kind(self._bounds, canonical)
+            bound = self._bounds[kind].get(bucket, inf)
+            self._guesses[key] = min(estimate(costs, bucket), bound)
         return self._guesses[key]
-
-    def _known(self, costs: dict[bool, dict[int, float]], canonical: bool) -> dict[int, float]:
-        """By bucket, what passes of a kind cost, or else all."""
-        fast, own = costs[False], costs[True]
-        return {**fast, **own} if canonical else fast or own
 
     def window(
         self, rows: int, drafting: int, most: int, accepted: float, free: bool = True
