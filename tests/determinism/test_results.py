@@ -111,3 +111,10 @@ def test_a_file_of_another_user(file, caplog, monkeypatch):
         assert results.load(KEY) == RESULTS, "root's is trusted"
         os.chown(file, 12345, -1)
     ignored(caplog, "belongs to user")
+
+
+def test_tiles_that_another_bucket_needs():
+    """Larger canonical passes run in them where they are whole numbers of the reference's rows."""
+    buckets = tuple(BucketResult(rows, rows != 24, (), 0.1) for rows in (4, 8, 12, 16, 24, 32))
+    assert ProbeResults(8, buckets).own_way == []
+    assert ProbeResults(8, buckets, tiled=("a.b",)).own_way == [16, 32]

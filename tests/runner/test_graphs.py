@@ -14,9 +14,10 @@ import torch
 from tests.engine.test_overlap import REQUESTS as EVERY_KIND
 from tests.support.budget import first
 from tests.support.cases import bits_of, cost, greedy, run, text, whole
+from tests.support.drop_in import patched
 from tests.support.graphs import StandIn, with_graphs
 from tests.support.mixes import crowd
-from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import model_state
@@ -24,6 +25,7 @@ from tinyspec.model.torch_state import stream_of
 from tinyspec.runner import batch, graphs
 from tinyspec.runner.batch import PassShape
 from tinyspec.runner.graphs import PassGraphs
+from tinyspec.scheduler.buckets import Buckets
 
 CONFIG = EngineConfig(
     reference_rows=8, page_size=8, max_rows=16, max_sequences=8, max_model_len=128, backend="triton"
@@ -197,6 +199,41 @@ def test_canonical_passes_have_graphs_of_their_own(monkeypatch):
         settled.append(passes.settled)
     assert len(passes) == 2 and log.replays == 6
     assert settled == [False] * 4 + [True] * 4  # one is eager, one is captured
+    passes.clear(canonical=True)  # other tiles: fast passes go on
+    for canonical, goes_on in ((False, True), (True, False)):
+        assert logits(canonical).eq(canonical).all() and passes.settled == goes_on
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_passes_that_run_the_same_way_share_a_graph(apart, monkeypatch):
+    """Fast ones in buckets whose canonical passes have no way of their own. Control: where those
+    have one, each kind is captured by itself."""
+    log, found = with_graphs(monkeypatch), []
+    if apart:
+        monkeypatch.setattr(Buckets, "is_canonical", lambda *_: False)
+    model = replace_linears(tiny(), RowByRowLinear)
+    with Engine(model, config=replace(CONFIG, verify="padded", prefix_cache=False)) as engine:
+        for deterministic in (True, True, False, False):
+            params = SamplingParams(max_new_tokens=5, deterministic=deterministic)
+            found.append(bits_of(engine.generate([text(8), text(8, seed=1)], params)))
+            captures = log.captures if deterministic else captures
+    assert found == found[:1] * 4 and captures > 1
+    assert (log.captures > captures) == apart
+
+
+def test_graphs_outlive_a_call_of_generate(monkeypatch):
+    log = with_graphs(monkeypatch)
+    with patched(tiny(), CONFIG) as model:
+
+        def ask():
+            return model.generate(torch.tensor([text(9)]), max_new_tokens=12, do_sample=False)
+
+        answers = [ask(), ask()]
+        captures, replays = log.captures, log.replays
+        assert torch.equal(*answers) and torch.equal(ask(), answers[0])
+        assert log.captures == captures > 1 and log.replays > replays
+        model.generate.release()  # their memory goes with that of the pages
+        assert torch.equal(ask(), answers[0]) and log.captures > captures
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), ("cpu", "triton")])

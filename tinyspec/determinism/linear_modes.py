@@ -51,7 +51,7 @@ class LinearModes:
         modules = [model.get_submodule(other) for name in names for other in kinds[name]]
         plain = [module for module in modules if is_plain(module)]
         self._served.tiles.bind(plain, self._runner.buckets.reference)
-        self._runner.drop_graphs()
+        self._runner.drop_graphs(canonical=True)
 
     def can_tile(self, name: str, rows: int) -> bool:
         """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory

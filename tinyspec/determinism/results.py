@@ -110,8 +110,12 @@ class ProbeResults:
 
     @property
     def own_way(self) -> list[int]:
-        """Canonical buckets whose canonical passes run another way than fast mode."""
-        return [b.rows for b in self.buckets if b.canonical and b.own_way]
+        """Canonical buckets whose canonical passes run another way than fast mode, be it in tiles
+        that another bucket needs."""
+        own = {b.rows for b in self.buckets if b.own_way}
+        if self.tiled:
+            own |= {n for n in self.sizes if n > self.reference and n % self.reference == 0}
+        return [rows for rows in self.canonical if rows in own]
 
     @property
     def why_unsound(self) -> str:

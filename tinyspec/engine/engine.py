@@ -197,12 +197,11 @@ class Engine(OneProcess):
     @locked
     def forget_plain(self) -> None:
         """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
-        only pages of deterministic requests, and memory that graphs take is given back.
+        only pages of deterministic requests.
 
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("forget_plain")
-        self.runner.drop_graphs()
         self.admission.prefix.drop_plain()
 
     @locked

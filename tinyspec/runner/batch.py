@@ -28,7 +28,7 @@ LOGIT_ROWS_PART = 8
 
 class PassShape(NamedTuple):
     """What every launch of a pass follows from: rows, sequences, rows that give logits, and whether
-    it is canonical."""
+    it runs as canonical ones do."""
 
     bucket: int
     segments: int
@@ -163,10 +163,12 @@ class PassMemory:
         to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
         tokens are among those of the pass before, and where. moves: as of ``Checkpoints.move``.
         """
-        fit = self._buckets.fit_canonical if work_pass.canonical else self._buckets.fit
         table, works, bucket = work_pass.table, work_pass.works, work_pass.bucket
+        # Passes that run the same way have one shape, and one graph.
+        canonical = work_pass.canonical or (self._fixed and self._buckets.is_canonical(bucket))
+        fit = self._buckets.fit_canonical if canonical else self._buckets.fit
         segments, logit_rows = self._sizes(work_pass, len(wanted))
-        shape = PassShape(bucket, segments, fit(logit_rows), work_pass.canonical)
+        shape = PassShape(bucket, segments, fit(logit_rows), canonical)
         count, total = len(works), works.num_rows
         more = _more(bucket, segments) if self.ring else 0
         values = np.zeros(_size(bucket, segments) + more, np.int64)

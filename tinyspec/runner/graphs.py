@@ -117,6 +117,7 @@ class CudaGraph:
 class _Captured:
     graph: CudaGraph
     result: Tensor
+    canonical: bool
     addresses: tuple[int, ...]
 
 
@@ -209,16 +210,18 @@ class PassGraphs:
             self._pool = None  # torch takes it for one that is being recorded to
             logger.warning("passes run without graphs: %s", self.refusals[canonical])
             return None
-        self._captured[shape] = found = _Captured(graph, result, addresses)
+        self._captured[shape] = found = _Captured(graph, result, canonical, addresses)
         logger.info("captured graph %d: %s", len(self), shape)
         return found
 
-    def clear(self) -> None:
-        """Drop all graphs: what they hold may have changed. No pass may be running."""
+    def clear(self, canonical: bool = False) -> None:
+        """Drop all graphs, or those of ``canonical`` passes: what they hold may have changed. No
+        pass may be running."""
         if self._captured and self._stream.queues:
             with self._stream():  # not while another engine's pass is captured
                 self._stream.own.synchronize()
-        self._captured.clear()
+        kept = {shape: one for shape, one in self._captured.items() if canonical > one.canonical}
+        self._captured = kept
         self._eager.clear()
-        self.refusals.clear()
-        self._pool = None
+        self.refusals = {kind: why for kind, why in self.refusals.items() if canonical > kind}
+        self._pool = self._pool if kept else None

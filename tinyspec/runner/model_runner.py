@@ -106,11 +106,11 @@ class ModelRunner:
         counts = self._states if states is None else states
         return KVCache(self.served, num_pages, self.page_size, dtype, zeroed, counts)
 
-    def drop_graphs(self) -> None:
-        """To call where what graphs hold may have changed, or its memory is wanted; the twins run
-        without. No pass may be running."""
+    def drop_graphs(self, canonical: bool = False) -> None:
+        """To call where what graphs hold may have changed, of ``canonical`` passes alone or of all,
+        or its memory is wanted; the twins run without. No pass may be running."""
         if self.kernels.backend == "triton":
-            self.graphs.clear()
+            self.graphs.clear(canonical)
 
     @property
     def holds_memory(self) -> bool:
