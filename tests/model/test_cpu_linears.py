@@ -69,13 +69,43 @@ def test_products(kind, name, dtype, most, bias):
     """The same as the linear's, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=dtype)
     product = getattr(standing_in(own, kind), name)
-    for shape in ((96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)):
+    for shape in ((96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96), (1, 77, 96)):
         x = torch.randn(shape, dtype=dtype)
         with torch.no_grad():
             found, exact = product(x), own.double()(x.double())
             own.to(dtype)
         assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
         assert (found.double() - exact).norm() <= most * exact.norm()
+
+
+def test_swapped_products_keep_bits_or_are_fast_modes_own(monkeypatch, no_results_on_disk):
+    """Either way deterministic requests have the same bits. With them canonical passes are as fast
+    passes are, if this machine's product allows it."""
+    monkeypatch.setattr(linears, "_mkl_rows", lambda elements: 0)
+    monkeypatch.setattr(linears, "cpu_has", lambda name: name == "avx2")
+    found, whole = [], linears.swapping_keeps_bits
+    for keeps in (False, whole(torch.get_num_threads())):
+        monkeypatch.setattr(linears, "swapping_keeps_bits", lambda threads, keeps=keeps: keeps)
+        with Engine(tiny(), config=EngineConfig(reference_rows=64, max_rows=64)) as engine:
+            results = engine.contract.probe(fresh=True)
+            requests = [*needles(), *crowd(random.Random(0), 8)]
+            found.append(run(engine, requests)[: len(needles())])
+            own = [fact.rows for fact in results.buckets if fact.canonical and fact.own_way]
+            narrow = [rows for rows in results.canonical if rows in linears.NARROW_COLUMNS]
+            assert own == ([] if keeps else narrow) and narrow
+    assert found[0] == found[1]
+
+
+def test_control_other_bits_swapped(monkeypatch):
+    """An operator that cuts its sum by its first operand."""
+
+    def split(a, b, bias=None):
+        return two_sums(a, b, bias, 1 + len(a) % 7)
+
+    monkeypatch.setattr(linears, "one_dnn", split)
+    assert not linears.swapping_keeps_bits.__wrapped__(1)
+    monkeypatch.setattr(linears, "one_dnn", lambda a, b, bias=None: two_sums(a, b, bias, 9))
+    assert linears.swapping_keeps_bits.__wrapped__(1)
 
 
 @both

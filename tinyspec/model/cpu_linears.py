@@ -1,14 +1,16 @@
 """Linear layers on a CPU: other operators than torch's default, on the model's own weights, and the
 heap that their results come from.
 
-fp32: oneDNN's product, which is faster. The operator is private to torch (inductor emits it):
-where it is missing, layers stay as they are.
+fp32: oneDNN's product, which is faster, for few rows with its operands swapped where the machine's
+has the same bits then. The operator is private to torch (inductor emits it): where it is missing,
+layers stay as they are.
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
 hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
 Both define canonical bits: the fingerprint names the classes. In passes that are not canonical
 (*fast mode*) the fastest operator serves any row count: the same product with its operands swapped,
-or torch's default: for few rows in fp32 (MKL, on an Intel CPU), for many in bf16.
+whatever bits it has, or torch's default: for few rows in fp32 (MKL, on an Intel CPU), for many in
+bf16.
 
 What a pass frees, glibc's heap keeps for the next one (``keep_freed_memory``).
 """
@@ -28,6 +30,7 @@ from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
 from tinyspec.model.linears import SharedLinear, is_plain
 from tinyspec.model.shadow import standing_in
+from tinyspec.model.torch_state import without_modes
 
 # From malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -62,6 +65,13 @@ MKL_ELEMENTS, MKL_SHARE = 1 << 16, 1 << 19
 VECTOR, DEEP = 16, 1024
 LEAST_COLUMNS, LEAST_COLUMNS_IF_DEEP = 9, 4
 MOST_COLUMNS, MOST_COLUMNS_IF_DEEP = 16, 64
+# On a CPU with AVX2 alone (an EPYC, two threads) 512 by 1536 took 515, 470, 443, 533, 699 and 730
+# us at 2, 4, 8, 16, 32 and 40 rows, swapped 576, 297, 307, 408, 552 and 753; 1536 by 512 took 300,
+# 376, 367, 462, 652 and 611, swapped 277, 306, 286, 310, 485 and 853.
+NARROW_COLUMNS = range(2, 33)
+# Inputs, outputs and rows of products that are compared with swapped ones: blocks of a product's
+# sum have 256 to 512 inputs.
+COMPARED = ((2048, 384), (640, 96)), (2, 4, 9, 16, 32, 64)
 # Where the transposed product is faster in bf16 with AMX, as torch's default packs the weight in
 # every call: 43 layers of 131,000 to 4 million took 2.7, 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16,
 # 24 rows, transposed 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model of them gained 13, 9, 8, 5 and 1 %.
@@ -126,26 +136,50 @@ class OneDnnLinear(CpuLinear):
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
         if rows <= self.tinyspec_mkl_rows:
             return self.default
-        return self.product_swapped if self.faster_swapped(rows) else None
+        other = self.faster_swapped(rows) and not swapping_keeps_bits(torch.get_num_threads())
+        return self.product_swapped if other else None
 
     def faster_swapped(self, rows: int) -> bool:
         """Whether ``product_swapped`` is faster."""
+        if cpu_has("avx2") and not cpu_has("avx512f"):
+            return rows in NARROW_COLUMNS
         deep = self.in_features >= DEEP
         least = LEAST_COLUMNS_IF_DEEP if deep else LEAST_COLUMNS
         most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
         return least <= rows <= most and (rows <= VECTOR or rows % VECTOR == 0)
 
     def product(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        faster = self.faster_swapped(x.numel() // self.in_features)
+        if faster and swapping_keeps_bits(torch.get_num_threads()):
+            return self.product_swapped(x)
+        return one_dnn(x, self.weight, self.bias)
 
     def product_swapped(self, x: Tensor) -> Tensor:
-        """As ``product``, with its operands swapped."""
-        return self._with_bias(x, self._weight_first)
+        """As oneDNN's product of rows and weight, with its operands swapped."""
+        return self._with_bias(x, lambda rows: one_dnn(self.weight, rows).t().contiguous())
 
-    def _weight_first(self, rows: Tensor) -> Tensor:
-        """[R, in] -> [R, out] without the bias, contiguous."""
-        out = torch.ops.mkldnn._linear_pointwise(self.weight, rows, None, "none", [], "")
-        return out.t().contiguous()
+
+def one_dnn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """oneDNN's product, a [..., n] times the transpose of b [m, n]."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return product
+
+
+@cache
+def swapping_keeps_bits(threads: int) -> bool:
+    """Whether oneDNN's product has the same bits with its operands swapped, as far as some products
+    on so many threads show: then passes of all kinds take what is faster. Whether that holds for a
+    model's products its proof says."""
+    generator, dtype = torch.Generator().manual_seed(0), torch.float32
+
+    def same(inputs: int, outputs: int, rows: int) -> bool:
+        sizes = (rows, inputs), (outputs, inputs)
+        x, weight = (torch.randn(size, generator=generator, dtype=dtype) for size in sizes)
+        return torch.equal(one_dnn(x, weight), one_dnn(weight, x).t())
+
+    sizes, numbers = COMPARED
+    with without_modes(), torch.inference_mode():
+        return all(same(*size, rows) for size in sizes for rows in numbers)
 
 
 class TransposedLinear(CpuLinear):
