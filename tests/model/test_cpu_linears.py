@@ -92,7 +92,7 @@ def test_swapped_products_keep_bits_or_are_fast_modes_own(monkeypatch, no_result
             found.append(run(engine, requests)[: len(needles())])
             own = [fact.rows for fact in results.buckets if fact.canonical and fact.own_way]
             narrow = [rows for rows in results.canonical if rows in linears.NARROW_COLUMNS]
-            assert own == ([] if keeps else narrow) and narrow
+            assert own == ([] if keeps else narrow) and (narrow or keeps)
     assert found[0] == found[1]
 
 
