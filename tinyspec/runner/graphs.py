@@ -220,8 +220,10 @@ class PassGraphs:
         if self._captured and self._stream.queues:
             with self._stream():  # not while another engine's pass is captured
                 self._stream.own.synchronize()
-        kept = {shape: one for shape, one in self._captured.items() if canonical > one.canonical}
-        self._captured = kept
+        kinds = (False,) if canonical else ()  # that stay
+        captured = self._captured.items()
+        self._captured = {shape: one for shape, one in captured if one.canonical in kinds}
         self._eager.clear()
-        self.refusals = {kind: why for kind, why in self.refusals.items() if canonical > kind}
-        self._pool = self._pool if kept else None
+        self.refusals = {kind: why for kind, why in self.refusals.items() if kind in kinds}
+        if not self._captured:
+            self._pool = None
