@@ -110,13 +110,18 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_millions_of_faults(served, kind):
-    """They are not all gathered: others would wait meanwhile."""
+    """They are not all gathered: others would wait meanwhile. Other threads of this process may
+    work, too, so that a longer time is measured again."""
     path, own = FAULTS[kind]
     content = json.dumps({"model": MODEL, **NEEDED[path], **own})
-    began = time.process_time()
-    found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
-    assert found.status_code == 400, found.text
-    assert time.process_time() - began < 1.0
+
+    def seconds():
+        began = time.process_time()
+        found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
+        assert found.status_code == 400, found.text
+        return time.process_time() - began
+
+    assert any(seconds() < 1.0 for _ in range(3))
 
 
 def test_null_is_as_if_it_were_not_there(served):
