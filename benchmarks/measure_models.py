@@ -32,6 +32,9 @@ BATCHES = (1, 4, 16, 64)
 CONTEXT, STEPS = 1024, 20
 # Tokens of every request before its passes are timed: they are captured and their costs known then.
 SETTLED = 64
+REFERENCES = (64, 128, 256)
+# Requests of nano-vllm's workload where all 256 take too long.
+FEWER = {"llama-3.1-8b": 64}
 MODEL_LEN = 4096
 # Types whose steps roofline.py knows the work of.
 DENSE = ("llama", "qwen3")
@@ -41,6 +44,14 @@ PUBLISHED = {
     "nano-vllm, RTX 4070 laptop": (1434, 0.256),
     "mini-sglang, A10G": (3038, 0.6),
     "vLLM, A100": (9530, 2.039),
+}
+# What determinism takes of the tokens a second, as others published.
+PUBLISHED_TAX = {
+    "LLM-42, all deterministic, of its workloads least": 16,
+    "LLM-42, most": 42,
+    "vLLM, batch invariant, Qwen3-1.7B, H100 NVL": 58,
+    "vLLM, after tuning, least": 22,
+    "SGLang, decode-verify-rollback, Qwen3.5-35B, H20, one request": 9,
 }
 
 
@@ -126,6 +137,16 @@ class Sections:
             settled = 0 if busy else settled + record.committed
         return numbers
 
+    def reference(self) -> None:
+        """Steps of deterministic requests by the size of the reference bucket."""
+        context, batches = (32, (2,)) if self.smoke else (CONTEXT, (1, 64))
+        for rows in REFERENCES:
+            with self.engine(prefix_cache=False, reference_rows=rows) as engine:
+                for batch in batches:
+                    run = partial(self._steps, engine, batch, context, range(batch))
+                    name = f"{self.preset}, reference_rows={rows}, batch {batch}"
+                    self.lines.run("steps by reference_rows", name, run, least=10)
+
     def doctor(self) -> None:
         def examine() -> dict[str, Any]:
             found = json.loads(doctor(self.model, self.config, fresh=True).to_json())
@@ -138,32 +159,44 @@ class Sections:
 
     def nano(self) -> None:
         """nano-vllm's workload by the share of requests that is deterministic, after two that
-        capture the graphs of its passes."""
-        work = nano(self.vocab, self.smoke)
+        capture the graphs of its passes; tax_percent: what a share takes of the tokens a second
+        that there are without."""
+        work = nano(self.vocab, self.smoke).first(FEWER.get(self.preset))
+        rates: dict[int, float] = {}
         with self.engine(prefix_cache=False) as engine:
             engine.warm_up()
             for share in (0, 100):
                 serve(engine, work, work.params(work.chosen(share)))
             for share in (0, 10, 50, 100):
                 params = [replace(p, temperature=0.6) for p in work.params(work.chosen(share))]
-                run = partial(self._served, engine, work, params)
+                run = partial(self._served, engine, work, params, share, rates)
                 name = f"{self.preset}, {share} % deterministic"
                 self.lines.run("nano-vllm's workload", name, run, least=10)
         for name, (rate, terabytes) in PUBLISHED.items():
             found = {"tokens_per_second": rate, "per_GB": round(rate / terabytes / 1e3, 2)}
             self.lines.add("nano-vllm's workload", f"published: {name}", **found)
+        for name, tax in PUBLISHED_TAX.items():
+            self.lines.add("nano-vllm's workload", f"published: {name}", tax_percent=tax)
 
     def _served(
-        self, engine: Engine, work: Workload, params: list[SamplingParams]
+        self,
+        engine: Engine,
+        work: Workload,
+        params: list[SamplingParams],
+        share: int,
+        rates: dict[int, float],
     ) -> dict[str, Any]:
+        """rates: by the share that is deterministic, this one's is added."""
         served = serve(engine, work, params)
-        rate = work.tokens / served.seconds
+        rates[share] = rate = work.tokens / served.seconds
         plain = [s for s, p in zip(served.latencies, params, strict=True) if not p.deterministic]
         found: dict[str, Any] = {"tokens_per_second": round(rate, 1)}
         if self.device is not None:
             found["per_GB"] = round(rate / self.device.bandwidth * 1e9, 2)
         if len(plain) > 1:
             found["plain_p99_s"] = round(quantiles(plain, n=100)[-1], 3)
+        if 0 in rates:
+            found["tax_percent"] = round(100 * (1 - rate / rates[0]), 1)
         return found | {"passes": sum(served.stats.passes.values())}
 
     def compare(self) -> None:
@@ -172,7 +205,7 @@ class Sections:
         whole = nano(self.vocab, self.smoke)
         for count in (4,) if self.smoke else (64, 256):
             lengths = tuple(length // 4 + 1 for length in whole.lengths[:count])
-            work = replace(whole, prompts=whole.prompts[:count], lengths=lengths)
+            work = replace(whole.first(count), lengths=lengths)
             seconds: dict[str, float] = {}
             for name in SIDES:
                 run = partial(self._side, name, work, seconds)
@@ -227,7 +260,7 @@ def side(name: str, model: Any, work: Workload) -> Iterator[Callable[[Workload],
             yield run
 
 
-SECTIONS = ("steps", "doctor", "compare", "nano")
+SECTIONS = ("steps", "reference", "doctor", "compare", "nano")
 
 
 def main(arguments: list[str] | None = None) -> int:

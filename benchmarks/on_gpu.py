@@ -71,6 +71,10 @@ def bits(preset: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "benchmarks.measure_bits", "--preset", preset, *arguments)
 
 
+def first_token(preset: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "benchmarks.first_token", "--preset", preset, *arguments)
+
+
 def tests(section: str, *arguments: str, workers: int = 0) -> tuple[str, ...]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "benchmarks.journal_plugin", "--section", section]
@@ -96,10 +100,14 @@ def gpu_steps() -> Iterator[Step]:
     yield Step("moe: bits", 60, bits(moe))
     yield Step("hybrid: bits", 60, bits(hybrid))
     yield Step("ceilings, kernels", 60, kernels("ceilings", "kernels"))
+    yield Step("qwen: first token", 40, first_token(qwen))
+    yield Step("qwen: first token, cold", 60, first_token(qwen, "--cold"))
     yield Step("llama: steps, doctor", 80, models(llama, "steps", "doctor"))
     yield Step("qwen: steps, nano-vllm", 90, models(qwen, "steps", "nano"))
+    yield Step("llama: nano-vllm", 60, models(llama, "nano"))
     yield Step("moe: steps", 60, models(moe, "steps"))
     yield Step("hybrid: steps", 60, models(hybrid, "steps"))
+    yield Step("llama: reference_rows", 60, models(llama, "reference"))
     yield Step("qwen: generate, generate_batch", 60, models(qwen, "compare"))
     chosen = ("tests/kernels", "-k", "not twin", "--ignore=tests/kernels/test_compile.py")
     yield Step("tests: kernels", 90, tests("tests: kernels", *chosen, workers=WORKERS))
@@ -117,7 +125,8 @@ def smoke_steps() -> Iterator[Step]:
     command = kernels("ceilings", "kernels", "small", "--smoke")
     yield Step("kernels", 120, command)
     yield Step("bits", 120, bits("tiny", "--smoke"))
-    sections = ("steps", "doctor", "compare", "nano", "--smoke")
+    yield Step("first token", 120, first_token("tiny", "--cold", "--smoke"))
+    sections = ("steps", "reference", "doctor", "compare", "nano", "--smoke")
     yield Step("models", 120, models("tiny", *sections))
     suites = sorted(f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/bench_*.py"))
     yield Step("suites", 300, tests("suites", *suites))

@@ -39,6 +39,11 @@ class Workload:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    def first(self, count: int | None) -> Workload:
+        """Only so many requests, None for all."""
+        parts = (self.prompts, self.lengths, self.arrivals)
+        return Workload(self.name, *(part[:count] for part in parts))
+
     def params(
         self, deterministic: Collection[int], processors: tuple[Any, ...] = ()
     ) -> list[SamplingParams]:

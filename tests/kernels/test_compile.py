@@ -52,6 +52,9 @@ TARGETS = {
 PROGRAMS = 264
 # Bytes that attention may spill outside of its loop over keys.
 SPILLED = 192
+# Instructions that a warp may take of it for a tile of 64 rows and 64 keys, heads of 128, on sm_90.
+WALK = 1000
+LLAMA = "attention torch.bfloat16 128 extras=False"
 # How pairs lie, and in which dtype (None: the model's) cos and sin are.
 TURNS = {"halves": (False, None), "interleaved in fp32": (True, torch.float32)}
 # (rows, q heads, kv heads, page size, window, chunk, length) of passes that share a binary.
@@ -353,6 +356,7 @@ def inspect_ptx(asm: dict) -> dict:
         "registers": int(used["REG"]),
         "spilled": spilled,
         "spilled_in_loops": spilled and spilled_in_loops(sass),
+        "walk": max((len(a) for a in inner_loops(sass) if "HGMMA" in " ".join(a)), default=0),
         "atomics": re.findall(r"\b(?:atom|red)\.[\w.:]+", asm["ptx"]),
         "tf32": "tf32" in asm["ptx"],
         "flushes": re.findall(r"\b(?:mul|add|sub|fma|cvt)\.\S*ftz\S*", asm["ptx"]),
@@ -364,15 +368,21 @@ def inspect_ptx(asm: dict) -> dict:
 
 def spilled_in_loops(sass: str) -> int:
     """Instructions on local memory in the loops that hold no other loop."""
+    local = re.compile(r"\b(LDL|STL)\b")
+    loops = inner_loops(sass)
+    assert loops and local.search(sass), "a kernel that spills has loops, and uses local memory"
+    return sum(bool(local.search(text)) for loop in loops for text in loop)
+
+
+def inner_loops(sass: str) -> list[list[str]]:
+    """The instructions of every loop that holds no other loop."""
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;/]+);", sass)
     place = {int(address, 16): n for n, (address, _) in enumerate(lines)}
     jumps = [(re.search(r"\bBRA .*?(0x[0-9a-f]+)", text), n) for n, (_, text) in enumerate(lines)]
     loops = [(place[int(to.group(1), 16)], n) for to, n in jumps if to]
     loops = [(first, last) for first, last in loops if first < last]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    local = [n for n, (_, text) in enumerate(lines) if re.search(r"\b(LDL|STL)\b", text)]
-    assert inner and local, "a kernel that spills has loops, and instructions on local memory"
-    return sum(first <= n <= last for n in local for first, last in inner)
+    return [[text for _, text in lines[first : last + 1]] for first, last in inner]
 
 
 def inspect_amdgcn(asm: dict) -> dict:
@@ -433,7 +443,7 @@ def record() -> None:
 
 # What the dots of 64 rows must become on sm_90: fp32 in pieces, without tf32.
 DOTS = {
-    "attention torch.bfloat16 128 extras=False": ["wgmma.mma_async"],
+    LLAMA: ["wgmma.mma_async"],
     "attention torch.float32 64 extras=False": [],
     "linear torch.bfloat16 even nk": ["wgmma.mma_async"],
     "grouped torch.bfloat16 even nk": ["wgmma.mma_async"],
@@ -500,6 +510,9 @@ def test_entry(compiler: Compiler, target: str, entry: str) -> None:
     if target == "sm_90" and entry in DOTS:
         (dots,) = (r["dots"] for r in records if r["kernel"] == kernel_of(entry))
         assert dots == DOTS[entry]
+    if (target, entry) == ("sm_90", LLAMA):
+        (walk,) = (r["walk"] for r in records if r["kernel"] == kernel_of(entry))
+        assert 0 < walk <= WALK
     if (wide := loads_widely(target, entry)) is not None:
         (found,) = (r["wide"] for r in records if r["kernel"] == kernel_of(entry))
         assert found == wide
@@ -571,9 +584,9 @@ def test_control_a_worse_entry(compiler: Compiler, dim: int, change: dict, what:
 @pytest.mark.slow("compile grid", 2)
 def test_control_a_loop_that_spills(compiler: Compiler) -> None:
     """Twice the rows, with as many warps."""
-    records = compiler("sm_90", "attention torch.bfloat16 128 extras=False", block_m=128)
+    records = compiler("sm_90", LLAMA, block_m=128)
     (found,) = (r for r in records if r["kernel"] == "attention_kernel")
-    assert found["spilled"] > SPILLED and found["spilled_in_loops"]
+    assert found["spilled"] > SPILLED and found["spilled_in_loops"] and found["walk"] > WALK
 
 
 @pytest.mark.gpu

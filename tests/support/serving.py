@@ -24,11 +24,12 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 
 @dataclass
 class Served:
-    """A running server. engine: under it."""
+    """A running server. engine: under it. thread: its event loop's."""
 
     url: str
     engine: Engine
     settings: uvicorn.Config
+    thread: Thread
 
     def client(self, kind=openai.OpenAI, **given):
         return kind(base_url=f"{self.url}/v1", max_retries=0, **{"api_key": "none"} | given)
@@ -63,7 +64,7 @@ def running(engine, limits=None, model=MODEL, **settings):
     wait_until(lambda: server.started or not thread.is_alive())
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Served(f"http://127.0.0.1:{port}", engine, config)
+        yield Served(f"http://127.0.0.1:{port}", engine, config, thread)
     finally:
         server.should_exit = True
         thread.join(PATIENCE)

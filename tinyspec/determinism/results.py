@@ -23,6 +23,7 @@ from typing import Any
 from huggingface_hub import constants
 
 import tinyspec
+from tinyspec.model.linears import in_tiles
 
 logger = logging.getLogger("tinyspec")
 PACKAGE = Path(tinyspec.__file__).parent
@@ -114,7 +115,7 @@ class ProbeResults:
         that another bucket needs."""
         own = {b.rows for b in self.buckets if b.own_way}
         if self.tiled:
-            own |= {n for n in self.sizes if n > self.reference and n % self.reference == 0}
+            own |= {rows for rows in self.sizes if in_tiles(rows, self.reference)}
         return [rows for rows in self.canonical if rows in own]
 
     @property

@@ -132,7 +132,8 @@ class CpuLinear(SharedLinear):
 
 
 class OneDnnLinear(CpuLinear):
-    """fp32, by oneDNN: rows times weight, or in fast mode weight times rows."""
+    """fp32, by oneDNN: rows times weight, or weight times rows where that is faster and either the
+    bits are the same or no bits are asked for."""
 
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
         if rows <= self.tinyspec_mkl_rows:

@@ -158,6 +158,11 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
     return not (is_packed(module.weight) or has_hooks(module) or "forward" in vars(module))
 
 
+def in_tiles(rows: int, height: int) -> bool:
+    """Whether a pass of so many rows is cut into tiles of ``height``."""
+    return rows > height and rows % height == 0
+
+
 class RowTiles:
     """The layers of one model, ``bound``, that run in tiles in canonical passes."""
 
@@ -184,7 +189,7 @@ class RowTiles:
         def run(x: Tensor) -> Tensor:
             """x [..., R, in] -> [..., R, out]."""
             rows = x.shape[-2]
-            if not self._context.canonical or rows <= height or rows % height:
+            if not (self._context.canonical and in_tiles(rows, height)):
                 return forward(x)
             if x.numel() > rows * x.shape[-1]:
                 return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)
