@@ -20,6 +20,7 @@ from tests.determinism.test_attention_probe import of_engine, probe
 from tests.support.budget import first
 from tests.support.cases import (
     DTYPES,
+    HYBRIDS,
     KINDS,
     bits_of,
     engine_of,
@@ -47,9 +48,9 @@ def mixed():
 
 
 def quick(kind, dtype):
-    """Models as they are differ less, and hybrids follow no dtype: one by default."""
-    always = kind == "shape-sensitive" or dtype == ("bf16" if kind == "as is" else "fp32")
-    slow = () if always else pytest.mark.slow("crosses", 2)
+    """Of each kind one by default: hybrids follow no dtype."""
+    always = dtype == ("fp32" if kind in HYBRIDS else "bf16")
+    slow = () if always else pytest.mark.slow("crosses", 5)
     return pytest.param((kind, dtype), marks=slow, id=f"{kind}-{dtype}")
 
 
@@ -94,7 +95,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("named", first(2, SETTINGS, 1))
+@pytest.mark.parametrize("named", first(1, SETTINGS, 4))
 def test_sizes(subject, named):
     model, alone = subject
     with engine_of(model, **SETTINGS[named], draft_window=5) as engine:

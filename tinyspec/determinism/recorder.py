@@ -33,6 +33,7 @@ from tinyspec.determinism.results import Unsound
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import kernel_experts
 from tinyspec.model.quantized import is_packed
+from tinyspec.model.torch_state import without_modes
 from tinyspec.runner.model_runner import ModelRunner
 
 SHAPES_DEPEND = (
@@ -141,7 +142,6 @@ class PassRecorder(TorchDispatchMode):
         # Modules without children from one tensor to one: their operators are no steps.
         self._whole: set[str] = set()
         self._inside: list[str] = []
-        self._in_attention = False
         # Memory of parameters, and of what is computed of them alone: casts by autocast, views.
         self._own = {_storage(p) for p in model.parameters() if not is_packed(p)}
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
@@ -175,19 +175,16 @@ class PassRecorder(TorchDispatchMode):
                 yield
 
     def _attend(self, whole: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        self._in_attention = True
         self._attends.update(self._inside)
-        try:
+        with without_modes():
             return whole(*args, **kwargs)
-        finally:
-            self._in_attention = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._in_attention or not self._skipped.isdisjoint(self._inside):
+        if not self._skipped.isdisjoint(self._inside):
             return result
         name, is_matmul, reads = _operator(func)
         given = _tensors((*args, *kwargs.values()))
