@@ -101,7 +101,7 @@ def release() -> None:
     every loop while all threads together have more of them than there are processors.
     """
     soft = 1  # what OpenMP knows of the thread stays
-    if (pause := _function("omp_pause_resource_all", ctypes.CDLL)) is not None:
+    if (pause := _function("omp_pause_resource_all")) is not None:
         pause(soft)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from inspect import isroutine
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +65,14 @@ class Scores:
         if at < len(self.places) and self.places[at] == place:
             return self.own[at : at + 1]
         return self.raw[place : place + 1]
+
+    def exclude(self, tokens: list[tuple[int, int]]) -> None:
+        """By place, one of ``places``, and id; ids beyond V are none."""
+        found = [(place, token) for place, token in tokens if token < self.own.shape[1]]
+        if found:
+            at, ids = np.array(found).T
+            at = self.places.searchsorted(at)
+            self.own[to_device(at, self.own.device), to_device(ids, self.own.device)] = -torch.inf
 
 
 @dataclass
@@ -129,6 +138,10 @@ def process(
     together: ids for ``BatchWide`` ones, of the rows at ``places``."""
     errors: Errors = {}
     left: dict[int, Iterator[Processor]] = {}
+    early = [n for n in places if special[n].early and special[n].grammar is None]
+    # No bias and no penalty makes anything else of -inf.
+    scores.exclude([(n, token) for n in early for token in special[n].params.stop_ids])
+    places = [n for n in places if special[n].params.changes_logits]
     for n in places:
         row, own = special[n], scores.row(n)[0]
         _add(own, row.params.logit_bias or {})
@@ -144,8 +157,6 @@ def process(
                 errors[n] = f"{GAVE_UP}: {error}", error
             else:
                 own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
-        elif row.early:
-            own[[t for t in row.params.stop_ids if t < len(own)]] = -torch.inf
         left[n] = iter(row.params.functions["logits_processors"])
     while places:
         found = [_row_by_row(scores, special[n], n, left[n], errors) for n in places]

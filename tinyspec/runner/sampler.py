@@ -108,9 +108,11 @@ class Sampling:
         """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
         assert self.scores is not None and self.temperature is not None and self.kernels is not None
         result, params = SpecialResult(), row.params
+        is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
+        if not (is_raw or params.top_logprobs or row.keeps_scores or row.keeps_logits):
+            return result
         raw, scores = self.scores.raw[n : n + 1], self.scores.row(n)
         temperature = float(self.temperature[n])
-        is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
         if is_raw or params.top_logprobs:
             own, divisor = raw if is_raw else scores, None
             if temperature and not is_raw:
