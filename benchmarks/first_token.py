@@ -31,6 +31,8 @@ from tinyspec.runner.graphs import CudaGraph
 PROMPT = [*range(5, 21)]
 PASSES = 10
 BATCHES, TOKENS = (1, 8, 64), 24
+# Cases, by ``--cold``.
+DISKS = ("with what is on disk", "nothing on disk")
 
 
 class Compiled:
@@ -134,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     lines = journal.Journal.of(options)
     preset = "tiny" if options.smoke else options.preset
-    name = f"{preset}, {'nothing on disk' if options.cold else 'with what is on disk'}"
+    name = f"{preset}, {DISKS[options.cold]}"
     model: Any = presets.build(preset, torch.bfloat16, DEVICE)
     config = EngineConfig(max_model_len=1024)
     with (

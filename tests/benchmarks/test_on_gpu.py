@@ -60,14 +60,23 @@ def test_lists():
 
 def test_predictions():
     """Every prediction is of a case that is measured."""
+    from benchmarks.first_token import DISKS
     from benchmarks.kernel_cases import cases
     from benchmarks.measure_kernels import CEILINGS
-    from benchmarks.measure_models import BATCHES, SIDES
+    from benchmarks.measure_models import BATCHES, REFERENCES, SIDES
     from benchmarks.presets import PRESETS
 
     known = {("ceilings", name) for name in CEILINGS} | {("kernels", name) for name in cases(False)}
     known |= {("steps", f"{p}, batch {batch}") for p, batch in product(PRESETS, BATCHES)}
-    known |= {("nano-vllm's workload", f"{p}, {n} % deterministic") for p in PRESETS for n in (0,)}
+    shares = product(PRESETS, (0, 10, 50, 100))
+    known |= {("nano-vllm's workload", f"{p}, {n} % deterministic") for p, n in shares}
+    started = product(("first token", "until passes are graphs"), PRESETS, DISKS)
+    known |= {(section, f"{p}, {disk}") for section, p, disk in started}
+    sizes = product(PRESETS, REFERENCES, (1, 64))
+    known |= {
+        ("steps by reference_rows", f"{p}, reference_rows={rows}, batch {batch}")
+        for p, rows, batch in sizes
+    }
     ragged = product(PRESETS, (64, 256), SIDES)
     known |= {("ragged requests", f"{p}, {n} requests: {side}") for p, n, side in ragged}
     for predicted in journal.predictions():
