@@ -78,6 +78,8 @@ class Sections:
         self.vocab, self.shape = self.model.config.vocab_size, self.model.config
         length = min(MODEL_LEN, self.shape.max_position_embeddings)
         self.config = EngineConfig(max_model_len=length)
+        # Tokens a second of the last workload without deterministic requests.
+        self.plain_rate: float | None = None
         self.device = known_device(lines) if self.shape.model_type in DENSE else None
         seconds = time.perf_counter() - began
         lines.add("models", preset, seconds=round(seconds, 1))
@@ -162,14 +164,13 @@ class Sections:
         capture the graphs of its passes; tax_percent: what a share takes of the tokens a second
         that there are without."""
         work = nano(self.vocab, self.smoke).first(FEWER.get(self.preset))
-        rates: dict[int, float] = {}
         with self.engine(prefix_cache=False) as engine:
             engine.warm_up()
             for share in (0, 100):
                 serve(engine, work, work.params(work.chosen(share)))
             for share in (0, 10, 50, 100):
                 params = [replace(p, temperature=0.6) for p in work.params(work.chosen(share))]
-                run = partial(self._served, engine, work, params, share, rates)
+                run = partial(self._served, engine, work, params)
                 name = f"{self.preset}, {share} % deterministic"
                 self.lines.run("nano-vllm's workload", name, run, least=10)
         for name, (rate, terabytes) in PUBLISHED.items():
@@ -179,24 +180,20 @@ class Sections:
             self.lines.add("nano-vllm's workload", f"published: {name}", tax_percent=tax)
 
     def _served(
-        self,
-        engine: Engine,
-        work: Workload,
-        params: list[SamplingParams],
-        share: int,
-        rates: dict[int, float],
+        self, engine: Engine, work: Workload, params: list[SamplingParams]
     ) -> dict[str, Any]:
-        """rates: by the share that is deterministic, this one's is added."""
         served = serve(engine, work, params)
-        rates[share] = rate = work.tokens / served.seconds
+        rate = work.tokens / served.seconds
         plain = [s for s, p in zip(served.latencies, params, strict=True) if not p.deterministic]
+        if len(plain) == len(params):
+            self.plain_rate = rate
         found: dict[str, Any] = {"tokens_per_second": round(rate, 1)}
         if self.device is not None:
             found["per_GB"] = round(rate / self.device.bandwidth * 1e9, 2)
         if len(plain) > 1:
             found["plain_p99_s"] = round(quantiles(plain, n=100)[-1], 3)
-        if 0 in rates:
-            found["tax_percent"] = round(100 * (1 - rate / rates[0]), 1)
+        if self.plain_rate is not None:
+            found["tax_percent"] = round(100 * (1 - rate / self.plain_rate), 1)
         return found | {"passes": sum(served.stats.passes.values())}
 
     def compare(self) -> None:

@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", nargs="?", type=Path)
     parser.add_argument("--seconds", type=float, help="for all of it (570; a smoke run: 3600)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="steps by name")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="steps by name, in this order")
     options = parser.parse_args(arguments)
     seconds = options.seconds or (3600 if options.smoke else 570)
     deadline = time.time() + seconds
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
         out.mkdir(parents=True, exist_ok=True)
         steps = list(smoke_steps() if options.smoke else gpu_steps())
         if options.only:
-            steps = [step for step in steps if step.name in options.only]
+            steps = [step for name in options.only for step in steps if step.name == name]
         return run_all(steps, out, Path(cache), deadline)
 
 

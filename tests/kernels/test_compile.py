@@ -369,14 +369,19 @@ def inspect_ptx(asm: dict) -> dict:
 def spilled_in_loops(sass: str) -> int:
     """Instructions on local memory in the loops that hold no other loop."""
     local = re.compile(r"\b(LDL|STL)\b")
-    loops = inner_loops(sass)
-    assert loops and local.search(sass), "a kernel that spills has loops, and uses local memory"
+    loops, all_of_it = inner_loops(sass), [text for _, text in instructions(sass)]
+    assert loops and any(map(local.search, all_of_it)), "what spills has loops, and local memory"
     return sum(bool(local.search(text)) for loop in loops for text in loop)
+
+
+def instructions(sass: str) -> list[tuple[str, str]]:
+    """Address and text of each."""
+    return re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;/]+);", sass)
 
 
 def inner_loops(sass: str) -> list[list[str]]:
     """The instructions of every loop that holds no other loop."""
-    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;/]+);", sass)
+    lines = instructions(sass)
     place = {int(address, 16): n for n, (address, _) in enumerate(lines)}
     jumps = [(re.search(r"\bBRA .*?(0x[0-9a-f]+)", text), n) for n, (_, text) in enumerate(lines)]
     loops = [(place[int(to.group(1), 16)], n) for to, n in jumps if to]

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
     distinct_linears,
+    in_tiles,
     is_plain,
     kernel_stand_ins,
     linear_kinds,
@@ -63,7 +64,7 @@ class LinearModes:
         (weight,) = self._served.autocast.cast(weight)
         itemsize = (runner.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
-        whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
+        whole = in_tiles(rows, reference) and reference * shape[0] * itemsize % aligned == 0
         tiled = any(module is other for other in self._served.tiles.bound)
         return whole and (is_plain(module) or tiled)
 
