@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks import device_time, roofline
 from benchmarks.device_time import CUDA, Call
-from benchmarks.roofline import Heads, Work
-from tinyspec.config import EngineConfig
+from benchmarks.roofline import Heads, States, Work
+from tinyspec.config import STATE_TILE, EngineConfig
 from tinyspec.kernels import backend
-from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 
 DEVICE = "cuda" if CUDA else "cpu"
 KERNELS = backend.load("triton" if CUDA else "torch")
@@ -49,6 +49,13 @@ ATTENTION: dict[str, Spans] = {
 SAMPLE = {
     f"sample {rows} x 151936, {kind}": (rows, 151936, kind == "with noise")
     for rows, kind in product((512, 64, 1), ("greedy", "with noise"))
+}
+# Of Qwen3.5-9B's shape.
+STATES, SMOKE_STATES = States(16, 32, 128, 128), States(1, 2, 16, 8)
+RECURRENT: dict[str, Spans] = {
+    "recurrent 64 x 1": decoding(64, 1029),
+    "recurrent 1 x 1": decoding(1, 1029),
+    "recurrent prompt 2048": [(0, 2048)],
 }
 WRITES = {f"KV write {rows} rows": rows for rows in (4096, 64)}
 
@@ -237,6 +244,66 @@ MATRICES = {
 }
 
 
+def recurrent_case(spans: Spans, shape: States) -> Case:
+    """The gated delta rule, from states at a multiple of ``STATE_TILE`` tokens on."""
+    work = roofline.recurrent(shape, spans, STATE_TILE)
+    count, rows = len(spans), sum(end - first for first, end in spans)
+    width = shape.key_heads * shape.dk
+
+    def make() -> Call:
+        keys = [normal(rows, shape.key_heads, shape.dk) for _ in range(2)]
+        values, ring = normal(rows, shape.heads, shape.dv), 4 * STATE_TILE
+        kept = normal(count, ring, width + shape.heads * shape.dv)
+        gates, old = (
+            torch.stack((-torch.rand(size), torch.rand(size)), -1).to(DEVICE)
+            for size in ((rows, shape.heads), (count, ring, shape.heads))
+        )
+        state = torch.randn(count, shape.heads, shape.dk, shape.dv, device=DEVICE)
+        states = LayerStates(kept, kept, old.flatten(2), state)
+        metadata = AttentionMetadata.of(spans, [[0]] * count, PAGE, DEVICE)
+        at = [first // STATE_TILE * STATE_TILE for first, _ in spans]
+        places = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(count), at, at)]
+        kept_at = [
+            number * ring + token % ring if token >= end - ring else -1
+            for number, (first, end) in enumerate(spans)
+            for token in range(first, end)
+        ]
+        slots = torch.tensor(kept_at, dtype=torch.int64, device=DEVICE)
+        metadata.checkpoints = Checkpoints(*places, slots, STATE_TILE)
+        rule = {"delta": True, "scale": shape.dk**-0.5, "eps": 1e-6}
+        return partial(KERNELS.recurrent, *keys, values, gates, states, metadata, **rule)
+
+    calls = several(work, make)
+
+    def wrong() -> str | None:
+        q, k, v, gates, states, _ = calls[0].args
+        first, end = spans[0]
+        own = slice(0, min(end - first, 64))
+        old = (
+            torch.arange(first // STATE_TILE * STATE_TILE, first, device=DEVICE)
+            % states.kv.shape[1]
+        )
+        old_k, old_v = states.kv[0, old].split([width, shape.heads * shape.dv], 1)
+        k, v = (
+            torch.cat([kept.view(-1, *x.shape[1:]), x[own]]).float()
+            for kept, x in ((old_k, k), (old_v, v))
+        )
+        gates = torch.cat([states.gates[0, old].view(-1, shape.heads, 2), gates[own]])
+        state = states.state[0] * bool(first)
+        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6) for x in (q[own], k))
+        q, k = (x.repeat_interleave(shape.heads // shape.key_heads, 1) for x in (q, k))
+        found = []
+        for token, (g, beta) in enumerate(zip(*gates.unbind(-1), strict=True)):
+            state = state * g.exp()[:, None, None]
+            update = beta[:, None] * (v[token] - torch.einsum("hkv,hk->hv", state, k[token]))
+            state = state + k[token][:, :, None] * update[:, None]
+            if token >= len(old):
+                found.append(torch.einsum("hkv,hk->hv", state, q[token - len(old)]))
+        return near(calls[0]()[own], torch.stack(found) * shape.dk**-0.5)
+
+    return Case(calls, work, wrong, {})
+
+
 def accept_case(requests: int, width: int) -> Case:
     drafts = torch.randint(0, 9, (requests, width), device=DEVICE)
     targets = drafts.clone()
@@ -279,5 +346,8 @@ def cases(smoke: bool) -> dict[str, Callable[[], Case]]:
         found[name] = partial(sample_case, *sizes, noise)
     for name, (make, rows, width) in MATRICES.items():
         found[name] = partial(make, *((min(rows, 5), 64) if smoke else (rows, width)))
+    for name, spans in RECURRENT.items():
+        of = SMOKE_STATES if smoke else STATES
+        found[name] = partial(recurrent_case, small(spans) if smoke else spans, of)
     found["accept 64 x 17"] = partial(accept_case, 4 if smoke else 64, 17)
     return found

@@ -115,10 +115,35 @@ def kv_write(heads: Heads, rows: int, dtype: str = "bfloat16") -> Work:
     return Work(rows * (numbers * BYTES[dtype] + INDEX), 0, dtype)
 
 
+@dataclass(frozen=True)
+class States:
+    """Of a recurrent layer: heads of keys and of values, and their sizes."""
+
+    key_heads: int
+    heads: int
+    dk: int
+    dv: int
+
+
 def linear(rows: int, inputs: int, outputs: int, dtype: str = "bfloat16") -> Work:
     """Weight, rows in, rows out."""
     numbers = inputs * outputs + rows * (inputs + outputs)
     return Work(numbers * BYTES[dtype], 2 * rows * inputs * outputs, dtype)
+
+
+def recurrent(
+    states: States, spans: list[tuple[int, int]], tile: int, dtype: str = "bfloat16"
+) -> Work:
+    """Of (first, end) of every sequence, from states at multiples of ``tile`` on: these, which are
+    read and not written; keys and values in the ring, queries, keys and values of the rows, gates;
+    results. Operations are of no product."""
+    rows = sum(end - first for first, end in spans)
+    size, gates = states.heads * states.dk * states.dv * 4, 2 * states.heads * 4
+    kv = (states.key_heads * states.dk + states.heads * states.dv) * BYTES[dtype]
+    held = sum(first % tile for first, _ in spans)
+    own = states.key_heads * states.dk * BYTES[dtype] + states.heads * states.dv * 4
+    read = len([first for first, _ in spans if first]) * size
+    return Work(read + (held + rows) * (kv + gates) + rows * own)
 
 
 def sample(rows: int, vocab: int, dtype: str = "float32") -> Work:

@@ -16,9 +16,9 @@ LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 KV_DTYPES = ("auto", "fp8_e4m3")
 MAX_PAGE_SIZE = 1024
-# Tokens that a recurrent layer sums at once; its states are kept at multiples, from position 0 on.
-# A decode step of the twins sums whole tiles; tensor cores have 16 rows.
-STATE_TILES = {"torch": 8, "triton": 16}
+# A recurrent layer's states are kept at multiples of so many tokens, from position 0 on; the twins
+# sum as many at once.
+STATE_TILE = 8
 # Most inputs before its own that such a layer's convolution may read.
 MOST_TAPS = 8
 # Types of devices that have graphs.
@@ -104,11 +104,6 @@ class EngineConfig(Settings):
         super().__post_init__()
         if self.memory_fraction is not None and self.num_pages is not None:
             raise refuse("memory_fraction", self.memory_fraction, "None with num_pages")
-
-    @property
-    def state_tile(self) -> int:
-        """Of a configuration that is resolved."""
-        return STATE_TILES[self.backend]
 
     def backend_on(self, device_type: str) -> str:
         """The kernels that run on such a device."""

@@ -36,7 +36,7 @@ from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.sensitive import ShapeSensitiveLinear
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.config import STATE_TILES
+from tinyspec.config import STATE_TILE
 from tinyspec.kernels import backend
 from tinyspec.kernels.twins.layers import CODES, stored
 
@@ -81,7 +81,7 @@ def test_cache_cold_and_warm(subject, cache, page_size):
         # Completions beyond the first start from the prompt that the first has computed.
         full = len(prompt) > 1 and len(prompt) >= page_size
         if engine.served.recurrent:  # the token that gives logits follows a state
-            full = len(prompt) > max(page_size, STATE_TILES["torch"])
+            full = len(prompt) > max(page_size, STATE_TILE)
         assert (count > 0) == (params.num_return_sequences > 1 or (cache and full))
     assert sum(cached_tokens(warm)) > sum(cached_tokens(cold)) or not cache
 

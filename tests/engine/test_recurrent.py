@@ -29,10 +29,10 @@ from tests.support.recorded import as_on_a_gpu
 from tests.support.recurrence import scanned
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec import Engine, UnsupportedModelError
-from tinyspec.config import STATE_TILES
+from tinyspec.config import STATE_TILE
 from tinyspec.model.recurrent import DELTA, MAMBA2
 
-TILE = STATE_TILES["torch"]
+TILE = STATE_TILE
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
 PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
 REQUESTS = [(prompt, greedy(24)) for prompt in PROMPTS]

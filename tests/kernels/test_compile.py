@@ -231,7 +231,7 @@ def checkpoints_of(rows: int) -> Any:
     from tinyspec.kernels.backend import Checkpoints
 
     owners, at, to = (ints([0] * (rows + 1))[1:] for _ in range(3))
-    return Checkpoints(owners, at, to, torch.zeros(rows + 1, dtype=torch.long)[1:], 16)
+    return Checkpoints(owners, at, to, torch.zeros(rows + 1, dtype=torch.long)[1:], 8)
 
 
 def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
@@ -249,7 +249,7 @@ def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
             torch.zeros(2, ring, 1),
             torch.zeros(2, ring, key_heads * dk + heads * dv, dtype=dtype),
         )
-        gates, state = torch.zeros(2, ring, 2 * heads), torch.zeros(4, heads, dk, dv)
+        gates, state = torch.zeros(2, ring, 2 * heads), torch.zeros(2, heads, dk, dv)
         states, own = LayerStates(*rings, gates, state), torch.zeros(rows, heads, 2)
         given = ints([[0]] * rows), ints([0] * (rows + 2))[1:], ints([0] * (rows + 1))[1:], 16
         metadata = AttentionMetadata(*given, checkpoints=checkpoints_of(rows))

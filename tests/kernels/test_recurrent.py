@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.kernels.cases import DEVICE, DTYPES, normal
 from tests.support.recurrence import scanned
 from tests.support.tolerances import assert_as_good_as_torch
-from tinyspec.config import STATE_TILES
+from tinyspec.config import STATE_TILE
 from tinyspec.kernels import recurrent as kernels
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.kernels.twins import recurrent as twins
@@ -45,7 +45,6 @@ class Sequences:
     def __init__(self, module: ModuleType, dtype: torch.dtype, shape: tuple, lengths: tuple):
         device = "cpu" if module is twins else DEVICE
         self.module, self.lengths, self.device = module, lengths, device
-        self.tile = STATE_TILES["torch" if module is twins else "triton"]
         self.key_heads, self.heads, dk, dv = shape
         sizes = ((self.key_heads, dk), (self.key_heads, dk), (self.heads, dv))
 
@@ -60,7 +59,7 @@ class Sequences:
         widths = (1, self.key_heads * dk + self.heads * dv)
         rings = [torch.full((count, RING, w), torch.nan, dtype=dtype) for w in widths]
         rings.append(torch.full((count, RING, 2 * self.heads), torch.nan))
-        rings.append(torch.full((2 * count, self.heads, dk, dv), torch.nan))
+        rings.append(torch.full((count, self.heads, dk, dv), torch.nan))
         self.states = LayerStates(*(ring.to(device) for ring in rings))
         self.at = [0] * count
 
@@ -74,7 +73,7 @@ class Sequences:
         spans = [(p.first, p.end) for p in parts]
         metadata = AttentionMetadata.of(spans, [[0]] * len(parts), 128, self.device)
         at = [self.at[p.number] for p in parts]
-        to = [max(self.at[p.number], p.final // self.tile * self.tile) for p in parts]
+        to = [max(self.at[p.number], p.final // STATE_TILE * STATE_TILE) for p in parts]
         slots = [
             p.number * RING + n % RING if n >= p.end - RING else -1
             for p in parts
@@ -85,7 +84,7 @@ class Sequences:
             for x in ([p.number for p in parts], at, to)
         ]
         places = torch.tensor([*slots, *[-1] * padding], device=self.device)
-        metadata.checkpoints = Checkpoints(*numbers, places, self.tile)
+        metadata.checkpoints = Checkpoints(*numbers, places, STATE_TILE)
         out = self.module.recurrent(q, k, v, gates, self.states, metadata, **rule)
         for p, moved in zip(parts, to, strict=True):
             self.at[p.number] = moved

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from tests.support.walk import places
 from tests.support.zoo import BUILT, VOCAB, tiny
 from tinyspec import Engine, EngineConfig
-from tinyspec.config import STATE_TILES
+from tinyspec.config import STATE_TILE
 from tinyspec.kernels import backend as kernels
 from tinyspec.model import attention_stand_ins, install
 from tinyspec.model import attention_stand_ins as ropes
@@ -34,7 +34,7 @@ from tinyspec.runner.kv_cache import KVCache
 PAGE = 16
 LENGTHS = (21, 1, 10)
 ROWS = sum(LENGTHS)
-RING, TILE = 48, STATE_TILES["torch"]
+RING, TILE = 48, STATE_TILE
 CONFIG = EngineConfig(max_model_len=512, max_rows=64)
 WAYS = {"interface": (), "deferred": (rope_left_out,), "fused": (fused,)}
 

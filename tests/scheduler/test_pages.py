@@ -24,7 +24,7 @@ class Trace:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.pool = PagePool(self.rng.randint(3, 30), self.rng.choice((1, 2, 4)))
-        self.cache = PrefixCache(self.pool, Checkpoints(SequenceTable(), self.pool.page_size, 0, 8))
+        self.cache = PrefixCache(self.pool, Checkpoints(SequenceTable(), self.pool.page_size, 0))
         self.table = SequenceTable(64)
         forget, self.pool.on_evict = self.pool.on_evict, self.evicted
         self.forget = forget

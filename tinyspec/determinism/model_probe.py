@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinyspec.config import STATE_TILE
 from tinyspec.determinism.rows import same_bits, unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
@@ -229,8 +230,7 @@ class ModelProbe:
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""
-        # Behind the states that sequences have there are some to spare.
-        states = [part[: len(self._segments)] for layer in self._cache.states for part in layer]
+        states = [part for layer in self._cache.states for part in layer]
         for pool in (*self._cache.pools, *states):
             copies = pool.view(self._copies, -1, *pool.shape[1:])
             copies[1:] = copies[:1]
@@ -246,7 +246,6 @@ class ModelProbe:
         the last of their segments may be cut."""
         parts: list[Part] = []
         owned: list[Owned] = []
-        tile = self._runner.config.state_tile
         left = rows if live is None else live
         number = next(n for n, segment in enumerate(self._segments) if first < segment.end)
         while left > 0:
@@ -256,11 +255,11 @@ class ModelProbe:
             ids = self._ids[begin : begin + min(segment.end - segment.first - cut, left)]
             parts.append((ids, segment.position + cut, segment.pages))
             # What came since the state that precedes the segment is read from rings.
-            at = segment.position // tile * tile
+            at = segment.position // STATE_TILE * STATE_TILE
             owned.append((number % len(self._segments), at, at))
             left -= len(ids)
             number += 1
-        states = owned, RING, tile
+        states = owned, RING
         return Batch.of(parts, rows, self._page_size, self._runner.device, states)
 
     def _run(self, batch: Batch, canonical: bool = True) -> tuple[Tensor, float]:

@@ -65,8 +65,8 @@ class Checkpoints:
 
     owners: [S] int32, which state and which ring. at: [S] int32, 0 for none; a multiple of
     ``tile``, like ``to``: [S] int32, up to which token the pass moves the state; ``at``: it
-    stays. slots: [R] int64, place of each row in the rings, -1 for none. tile: tokens that are
-    summed at once, from multiples of it on.
+    stays. slots: [R] int64, place of each row in the rings, -1 for none. tile: a
+    backend may sum as many tokens at once, from multiples of it on.
     """
 
     owners: Tensor
@@ -79,7 +79,7 @@ class Checkpoints:
 class LayerStates(NamedTuple):
     """What one recurrent layer keeps of N sequences. In rings of L places what its last rows were:
     conv [N, L, C], which its convolution reads, kv [N, L, Hk * Dk + H * Dv] and gates [N, L, 2 * H]
-    fp32. state: [2 * N, H, Dk, Dv] fp32; the second half is to spare."""
+    fp32. state: [N, H, Dk, Dv] fp32."""
 
     conv: Tensor
     kv: Tensor

@@ -129,10 +129,9 @@ ACCEPT = RowLaunch(32, num_warps=1)
 SORT = RowLaunch(1024, num_warps=4)
 ADD_EXPERTS = RowLaunch(512, num_warps=1)
 SHORT_CONV = RowLaunch(512, num_warps=1)
-# Columns of a recurrent layer's values, numbers of a row that is kept.
-RECURRENT = RowLaunch(32, num_warps=8)
-# Rows of its states that a program reads at a time.
-STATE_KEYS = 32
+# Numbers of a recurrent layer's state that a program, of one warp, holds in registers.
+STATE_NUMBERS = 2048
+# Numbers of a row that is kept.
 KEEP_ROWS = RowLaunch(1024, num_warps=2)
 # Segments that a program looks through at a time for that of its row.
 SEGMENTS = 64
@@ -175,6 +174,12 @@ def vectorizable(x: Tensor, vec: int, start: int = VECTOR_BYTES) -> Tensor:
     if last == 1 and begins and all(stride % vec == 0 for stride in strides):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def state_blocks(dk: int, dv: int) -> tuple[int, int]:
+    """Rows of a head's state, all of them, and columns that a program of a recurrent layer owns."""
+    keys, values = (1 << (size - 1).bit_length() for size in (dk, dv))
+    return keys, min(values, max(1, STATE_NUMBERS // keys))
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from tinyspec.config import MOST_TAPS, STATE_TILES
+from tinyspec.config import MOST_TAPS, STATE_TILE
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
@@ -62,7 +62,7 @@ class RecurrentShape:
         heads, width = self.heads, self.key_heads * self.key_dim + self.heads * self.value_dim
         of_model = (self.channels, self.inputs), (width, self.dtype)
         rings = (*of_model, (2 * heads, torch.float32))
-        state = (2 * states, heads, self.key_dim, self.value_dim), torch.float32
+        state = (states, heads, self.key_dim, self.value_dim), torch.float32
         return [*(((states, ring, width), dtype) for width, dtype in rings), state]
 
     def states(self, states: int, ring: int, new: Callable[..., Tensor]) -> LayerStates:
@@ -284,8 +284,7 @@ def _agreed(
             metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
             place = torch.arange(ROWS, device=like.device)
             first = place[:1].int()
-            tile = STATE_TILES[trial.kernels.backend]
-            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, tile)
+            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
             trial.begin(metadata, place, place)
             found = _stand_in(module, forward, trial)(rows)
         trial.check()

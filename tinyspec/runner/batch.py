@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.config import EngineConfig
+from tinyspec.config import STATE_TILE, EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints
 from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.buckets import Buckets
@@ -63,10 +63,10 @@ class Batch:
         bucket: int,
         page_size: int,
         device: torch.device,
-        states: tuple[list[Owned], int, int] | None = None,
+        states: tuple[list[Owned], int] | None = None,
     ) -> Batch:
-        """The rows of ``parts``, one after the other. states: of each, how long their rings are,
-        and their tiles."""
+        """The rows of ``parts``, one after the other. states: of each, and how long their rings
+        are."""
         rows = [
             (token, at, table[at // page_size] * page_size + at % page_size)
             for ids, first, table in parts
@@ -77,7 +77,7 @@ class Batch:
         spans = [(first, first + len(ids)) for ids, first, _ in parts]
         metadata = AttentionMetadata.of(spans, [table for *_, table in parts], page_size, device)
         if states is not None:
-            owned, ring, tile = states
+            owned, ring = states
             places = [
                 owner * ring + at % ring if at >= end - ring else -1
                 for (owner, *_), (first, end) in zip(owned, spans, strict=True)
@@ -87,7 +87,7 @@ class Batch:
             numbers = torch.tensor(list(zip(*owned, strict=True)), dtype=torch.int32, device="cpu")
             slots_of = torch.tensor(places, dtype=torch.int64, device=device)
             owners, at, to = numbers.to(device).unbind()
-            metadata.checkpoints = Checkpoints(owners, at, to, slots_of, tile)
+            metadata.checkpoints = Checkpoints(owners, at, to, slots_of, STATE_TILE)
         return cls(tokens, positions, slots, metadata)
 
 
@@ -122,7 +122,6 @@ class PassMemory:
     def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
         self._page_size, self._max_sequences = config.page_size, config.max_sequences
-        self._tile = config.state_tile
         self.kept: dict[Any, Any] = {}
         self._buckets = buckets
         rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
@@ -227,7 +226,7 @@ class PassMemory:
         metadata = AttentionMetadata(*given, kept=self.kept)
         if self.ring:
             states, places = _state_parts(self._memory, shape)
-            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places, self._tile)
+            metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places, STATE_TILE)
         batch = Batch(ids, positions, slots, metadata, packed.embeds)
         in_order = packed.in_order and not self._fixed
         return batch, None if in_order else keep[: shape.logit_rows]

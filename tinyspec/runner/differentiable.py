@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tinyspec.config import STATE_TILES
+from tinyspec.config import STATE_TILE
 from tinyspec.kernels.twins.attention_plan import as_slice
 from tinyspec.model.gradients import Products, Segment, Tape
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
 # Places of a ring: the rest of a tile and what convolutions read before it.
-RING = 2 * max(STATE_TILES.values())
+RING = 2 * STATE_TILE
 # Of a canonical bucket, the part that may be padding before rows are cut into smaller ones.
 PADDING = 1 / 4
 # What another thread may not do while a pass, or a part of one that is computed again, runs.
@@ -63,7 +63,7 @@ def run_passes(
     which nothing else uses the model. layers: of the model, to be computed again in the backward
     instead of being kept.
     """
-    size, buckets, tile = runner.page_size, runner.buckets, runner.config.state_tile
+    size, buckets = runner.page_size, runner.buckets
     begins = list(accumulate(map(len, sequences), initial=0))
     counts = [-(-len(sequence) // size) for sequence in sequences]
     tables = [list(range(end - n, end)) for n, end in zip(counts, accumulate(counts), strict=True)]
@@ -80,7 +80,7 @@ def run_passes(
                 low, high = max(first, begin), min(end, begin + len(ids))
                 if low < high:
                     parts.append((ids[low - begin : high - begin], low - begin, table))
-                    at, to = ((x - begin) // tile * tile for x in (low, high))
+                    at, to = ((x - begin) // STATE_TILE * STATE_TILE for x in (low, high))
                     owned.append((n, at, to))
                     segments.append(Segment(low - first, high - first, high - begin))
             tape, keep = Tape(segments, tape.after), None
@@ -91,7 +91,7 @@ def run_passes(
             if (count := buckets.fit_canonical(max(len(rows), 1))) < bucket:
                 padded = rows + [0] * (count - len(rows))
                 keep = torch.tensor(padded, dtype=torch.int64, device=runner.device)
-            batch = Batch.of(parts, bucket, size, runner.device, (owned, RING, tile))
+            batch = Batch.of(parts, bucket, size, runner.device, (owned, RING))
             with Products():
                 logits, output = runner.output(batch, keep, True, tape=tape)
             found.append(logits[: len(rows)] if keep is not None else logits[as_slice(rows)])

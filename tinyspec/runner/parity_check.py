@@ -96,7 +96,7 @@ def _logits(runner: ModelRunner, tokens: Tensor, pages: list[int], first: int, l
     rows, bucket = last - first, runner.buckets.fit(last - first)
     part = tokens[first:last].tolist(), first, pages
     # A ring of all tokens needs no state.
-    states = [(0, 0, 0)], STATES[1], runner.config.state_tile
+    states = [(0, 0, 0)], STATES[1]
     batch = Batch.of([part], bucket, runner.page_size, tokens.device, states)
     keep = torch.arange(bucket, dtype=torch.int64, device=tokens.device) % rows
     return runner.forward(batch, keep, canonical=True)[:rows].float()

@@ -42,7 +42,7 @@ class Admission:
         self._max_sequences = config.max_sequences
         never = config.verify in ("padded", "direct")
         self._window = 0 if never else config.draft_window or MOST_DRAFTS
-        self.checkpoints = Checkpoints(self.table, pool.page_size, self._window, config.state_tile)
+        self.checkpoints = Checkpoints(self.table, pool.page_size, self._window)
         self.prefix = PrefixCache(pool, self.checkpoints, config.prefix_cache)
         self.stats = EngineStats()
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.

@@ -2,9 +2,9 @@
 prefix cache keeps. Host only; knows numbers of states, no tensor.
 
 A running sequence has the state of its row of the table, as it is after ``state_at`` of its tokens:
-a multiple of a tile that only committed tokens move. What came since lies in its ring. Behind
-the states of the rows are those that are kept, each after a multiple of ``step`` tokens that fill
-pages. Copies are made by whoever runs the next pass, in order.
+a multiple of ``STATE_TILE`` that only committed tokens move. What came since lies in its ring.
+Behind the states of the rows are those that are kept, each after a multiple of ``step`` tokens that
+fill pages. Copies are made by whoever runs the next pass, in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.config import MOST_TAPS
+from tinyspec.config import MOST_TAPS, STATE_TILE
 from tinyspec.scheduler.passes import DRAFT, ScheduledRows
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
@@ -25,19 +25,19 @@ Key = tuple[bytes, bool]
 
 
 class Checkpoints:
-    """on: whether there are any. window: most drafts that a sequence may have. tile: tokens."""
+    """on: whether there are any. window: most drafts that a sequence may have."""
 
     on = False
 
-    def __init__(self, table: SequenceTable, page_size: int, window: int, tile: int):
-        self.table, self._tile = table, tile
-        self.step = max(page_size, tile)
+    def __init__(self, table: SequenceTable, page_size: int, window: int):
+        self.table = table
+        self.step = max(page_size, STATE_TILE)
         rows = len(table.sequences)
         self.count = rows + max(LEAST_KEPT, rows // KEPT_PART)
         # What a pass leaves behind the state that it moved: the rest of a tile, drafts, and what a
         # convolution reads before them.
-        needed = tile + window + 1 + MOST_TAPS
-        self.ring = -(-needed // tile) * tile
+        needed = STATE_TILE + window + 1 + MOST_TAPS
+        self.ring = -(-needed // STATE_TILE) * STATE_TILE
         self._free = list(range(rows, self.count))
         self.kept: dict[Key, int] = {}
         self._copies: list[tuple[int, int]] = []
@@ -108,7 +108,7 @@ class Checkpoints:
         table, rows = self.table, works.rows
         at = table.state_at[rows]
         final = np.where(table.given[rows], works.ends, np.minimum(works.ends, table.length[rows]))
-        to: Any = np.maximum(final // self._tile * self._tile, at)
+        to: Any = np.maximum(final // STATE_TILE * STATE_TILE, at)
         to = np.where(works.kinds == DRAFT, at, to)
         table.state_at[rows] = to
         return np.stack([rows, at, to])
