@@ -72,7 +72,7 @@ class LinearModes:
         """The linears, and one expert for all, that fast mode runs another way in passes of so many
         rows."""
         model, experts = self._served.model, kernel_experts(self._served.model)
-        own = [name for name, module in experts.items() if not module.tinyspec_always]
+        own = [name for name, module in experts.items() if rows > module.tinyspec_rows]
         linears = (
             name
             for name, module in distinct_linears(model).items()

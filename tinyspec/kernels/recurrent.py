@@ -26,6 +26,32 @@ from tinyspec.kernels.jit import kernel
 OF_THE_PASS = ["first_ptr", "length_ptr", "owner_ptr", "at_ptr", "to_ptr"]
 
 
+@triton.jit
+def _token(position, span, own, rings, steps, widths, columns):
+    """Query, key, value, log decay and beta of the token at ``position`` of a segment, from its row
+    or, without a query, from the ring; 0 behind the last."""
+    start, end, row, place, ring = span
+    own_q, own_k, own_v, own_gates = own
+    ring_k, ring_v, ring_gates = rings
+    step_q, step_k, step_v, step_gates = steps
+    ks, vs, k_column, v_column, DK, DV = columns
+    given, live = position >= start, position < end
+    row, place = (row + position).to(tl.int64), place + position % ring
+    k_row = tl.where(given, own_k + row * step_k, ring_k + place * widths[0])
+    v_row = tl.where(given, own_v + row * step_v, ring_v + place * widths[0])
+    gates = tl.where(given, own_gates + row * step_gates, ring_gates + place * widths[1])
+    q_end, k_end, v_end = (
+        tl.where(given & live, DK, 0),
+        tl.where(live, DK, 0),
+        tl.where(live, DV, 0),
+    )
+    q = tl.load(own_q + row * step_q + k_column, mask=ks < q_end, other=0.0)
+    k = tl.load(k_row + k_column, mask=ks < k_end, other=0.0)
+    v = tl.load(v_row + v_column, mask=vs < v_end, other=0.0)
+    g = tl.load(gates, mask=live, other=0.0)
+    return q, k, v, g, tl.load(gates + 1, mask=live, other=0.0)
+
+
 @kernel(OF_THE_PASS)
 def recurrent_kernel(
     q_ptr,  # [R, K_HEADS * DK]
@@ -73,29 +99,30 @@ def recurrent_kernel(
     mask = k_mask[:, None] & v_mask[None, :]
     there_is = tl.where(at > 0, DK, 0)
     state = tl.load(cells, mask=(ks[:, None] < there_is) & v_mask[None, :], other=0.0)
+    span = start, end, first - start, owner * ring, ring
+    own = q_ptr, k_ptr, v_ptr, gates_ptr + head * 2
+    rings = kv_ring_ptr, kv_ring_ptr + K_HEADS * DK, gates_ring_ptr + head * 2
+    steps = stride_q * VEC_K, stride_k * VEC_K, stride_v * VEC_V, HEADS * 2
+    widths = K_HEADS * DK + HEADS * DV, HEADS * 2
+    columns = ks, vs, k_column, v_column, DK, DV
+    q, k, v, g, beta = _token(at, span, own, rings, steps, widths, columns)
     for position in range(at, end):
-        given = position >= start
-        row = (first + position - start).to(tl.int64)
-        place = owner * ring + position % ring
-        kv = kv_ring_ptr + place * (K_HEADS * DK + HEADS * DV)
-        k = tl.where(given, k_ptr + row * stride_k * VEC_K, kv) + k_column
-        v = tl.where(given, v_ptr + row * stride_v * VEC_V, kv + K_HEADS * DK) + v_column
-        gates = tl.where(given, gates_ptr + row * HEADS * 2, gates_ring_ptr + place * HEADS * 2)
-        k = tl.load(k, mask=k_mask, other=0.0).to(tl.float32)
-        update = tl.load(v, mask=v_mask, other=0.0).to(tl.float32)
-        state *= tl.exp(tl.load(gates + head * 2))
+        now_q, now_k, update = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        decay, rate = tl.exp(g), beta
+        # While this token is computed the next one is on its way.
+        q, k, v, g, beta = _token(position + 1, span, own, rings, steps, widths, columns)
+        state *= decay
         if NORM:
-            k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
+            now_k *= tl.rsqrt(tl.sum(now_k * now_k, 0) + eps)
         if DELTA:
-            update -= tl.sum(state * k[:, None], 0)
-        update *= tl.load(gates + head * 2 + 1)
-        state += k[:, None] * update[None, :]
-        if given:
-            q = tl.load(q_ptr + row * stride_q * VEC_K + k_column, mask=k_mask, other=0.0)
-            q = q.to(tl.float32)
+            update -= tl.sum(state * now_k[:, None], 0)
+        update *= rate
+        state += now_k[:, None] * update[None, :]
+        if position >= start:
             if NORM:
-                q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
-            out = tl.sum(state * q[:, None], 0) * scale
+                now_q *= tl.rsqrt(tl.sum(now_q * now_q, 0) + eps)
+            out = tl.sum(state * now_q[:, None], 0) * scale
+            row = (first + position - start).to(tl.int64)
             tl.store(out_ptr + row * (HEADS * DV) + v_column, out, mask=v_mask)
         if position + 1 == to:
             tl.store(cells, state, mask=mask)
