@@ -126,7 +126,7 @@ class Sections:
     def _decoding(self, engine: Engine, batch: int, context: int, chosen: Any) -> list[str]:
         """Requests that all decode, with ``context`` tokens or a few more, and have got ``SETTLED``
         tokens each since the last prompt row."""
-        out = context // 2 + 8 * STEPS
+        out = context // 2 + 16 * STEPS
         work = of_shapes("steps", [(context, out)] * batch, self.vocab)
         asked = zip(work.prompts, work.params(chosen), strict=True)
         numbers = [engine.add_request(list(prompt), params) for prompt, params in asked]

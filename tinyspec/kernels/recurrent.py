@@ -27,6 +27,13 @@ OF_THE_PASS = ["first_ptr", "length_ptr", "owner_ptr", "at_ptr", "to_ptr"]
 
 
 @triton.jit
+def _either(own, given, there, held):
+    """fp32 numbers of a row that is given, or of one in a ring; 0 where there is neither."""
+    fresh = tl.load(own, mask=given, other=0.0).to(tl.float32)
+    return fresh + tl.load(there, mask=held, other=0.0).to(tl.float32)  # one of them is 0
+
+
+@triton.jit
 def _token(position, span, own, rings, steps, widths, columns):
     """Query, key, value, log decay and beta of the token at ``position`` of a segment, from its row
     or, without a query, from the ring; 0 behind the last."""
@@ -35,21 +42,21 @@ def _token(position, span, own, rings, steps, widths, columns):
     ring_k, ring_v, ring_gates = rings
     step_q, step_k, step_v, step_gates = steps
     ks, vs, k_column, v_column, DK, DV = columns
-    given, live = position >= start, position < end
+    given, held = (position >= start) & (position < end), position < tl.minimum(start, end)
     row, place = (row + position).to(tl.int64), place + position % ring
-    k_row = tl.where(given, own_k + row * step_k, ring_k + place * widths[0])
-    v_row = tl.where(given, own_v + row * step_v, ring_v + place * widths[0])
-    gates = tl.where(given, own_gates + row * step_gates, ring_gates + place * widths[1])
-    q_end, k_end, v_end = (
-        tl.where(given & live, DK, 0),
-        tl.where(live, DK, 0),
-        tl.where(live, DV, 0),
-    )
-    q = tl.load(own_q + row * step_q + k_column, mask=ks < q_end, other=0.0)
-    k = tl.load(k_row + k_column, mask=ks < k_end, other=0.0)
-    v = tl.load(v_row + v_column, mask=vs < v_end, other=0.0)
-    g = tl.load(gates, mask=live, other=0.0)
-    return q, k, v, g, tl.load(gates + 1, mask=live, other=0.0)
+    own_k += row * step_k
+    own_v += row * step_v
+    own_gates += row * step_gates
+    ring_k += place * widths[0]
+    ring_v += place * widths[0]
+    ring_gates += place * widths[1]
+    k_given, k_held = ks < tl.where(given, DK, 0), ks < tl.where(held, DK, 0)
+    v_given, v_held = vs < tl.where(given, DV, 0), vs < tl.where(held, DV, 0)
+    q = tl.load(own_q + row * step_q + k_column, mask=k_given, other=0.0).to(tl.float32)
+    k = _either(own_k + k_column, k_given, ring_k + k_column, k_held)
+    v = _either(own_v + v_column, v_given, ring_v + v_column, v_held)
+    g = _either(own_gates, given, ring_gates, held)
+    return q, k, v, g, _either(own_gates + 1, given, ring_gates + 1, held)
 
 
 @kernel(OF_THE_PASS)
@@ -107,8 +114,7 @@ def recurrent_kernel(
     columns = ks, vs, k_column, v_column, DK, DV
     q, k, v, g, beta = _token(at, span, own, rings, steps, widths, columns)
     for position in range(at, end):
-        now_q, now_k, update = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-        decay, rate = tl.exp(g), beta
+        now_q, now_k, update, decay, rate = q, k, v, tl.exp(g), beta
         # While this token is computed the next one is on its way.
         q, k, v, g, beta = _token(position + 1, span, own, rings, steps, widths, columns)
         state *= decay
