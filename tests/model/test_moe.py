@@ -25,7 +25,8 @@ from tinyspec import (
     UnsupportedModelError,
 )
 from tinyspec.determinism import proof
-from tinyspec.kernels.backend import load
+from tinyspec.kernels.backend import AttentionMetadata, load
+from tinyspec.model import moe
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.moe import KernelExperts, expert_stand_ins, kernel_experts, kernel_forward
 from tinyspec.runner.graphs import GraphSafety
@@ -126,6 +127,24 @@ def test_a_device_reads_nothing_and_launches_little():
             assert whole.refusal is not None
     assert found["triton"][0] <= 14, found
     assert close(*(out for _, out in found.values()), OPERATOR)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exact", [False, True])
+def test_small_passes(exact, monkeypatch):
+    """As on a GPU: up to some rows by the kernels, beyond by the user's choice where a pass is not
+    canonical."""
+    monkeypatch.setattr(moe, "_fast_rows", lambda _: 8)
+    context, ran, grouped = AttentionContext(), [], KERNELS.grouped_linear
+    module = next(iter(expert_stand_ins(tiny("mixtral"), context, always=False).values()))
+    context.kernels = replace(
+        KERNELS, grouped_linear=lambda *x: ran.append(len(x[0])) or grouped(*x)
+    )
+    for rows in (7, 8, 9):
+        metadata = AttentionMetadata.of([(0, rows)], [[0]], 16, torch.device("cpu"))
+        context.begin(replace(metadata, exact=exact), torch.arange(rows), torch.arange(rows))
+        module(*routes(rows))
+    assert [n // 3 for n in ran[::2]] == ([7, 8, 9] if exact else [7, 8])
 
 
 @pytest.mark.crossed(5)

@@ -163,6 +163,20 @@ DEFECTS = [
         "pair = row * slots + turn",
         ("tests/kernels/test_experts.py",),
     ),
+    Defect(
+        "a state is kept a token too late",
+        "kernels/recurrent.py",
+        "if position + 1 == to:",
+        "if position == to:",
+        ("tests/kernels/test_recurrent.py",),
+    ),
+    Defect(
+        "the first row of a pass is read from the ring",
+        "kernels/recurrent.py",
+        "position < tl.minimum(start, end)",
+        "position < tl.minimum(start + 1, end)",
+        ("tests/kernels/test_recurrent.py",),
+    ),
 ]
 
 
