@@ -138,7 +138,7 @@ def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
     def first_proof(seconds, rows, most=10_000):
         """The pass after which a bucket is proven, and which."""
         ladder = Ladder(buckets, CONFIG)
-        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, (), seconds),))
+        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=seconds),))
         for number in range(1, most):
             buckets.wanted = rows, 0
             if (found := ladder.next(results, 1.0, 0.9)) is not None:
@@ -164,7 +164,7 @@ def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
             assert engine.contract.results.sizes == [8]
             all_of_it(engine)
             results = engine.contract.results
-            found.append((len(results.sizes), results.canonical[:-1], results.tiled))
+            found.append((len(results.sizes), results.canonical[:-1], results.tiles))
             engine.add_request(prompts(1)[0], DETERMINISTIC)
             with pytest.raises(ValueError, match="unfinished"):
                 engine.warm_up()

@@ -16,11 +16,10 @@ RESULTS = ProbeResults(
     reference=8,
     buckets=(
         BucketResult(8, True, (), 1 / 3),
-        BucketResult(16, False, ("a.b",), 0.2, ("a.c",), 3.0),
+        BucketResult(16, False, ("a.b",), 0.2, ("a.c",), {"a.c": 8}, 3.0),
     ),
     unsound=(Unsound("a.b", "why"),),
     kernel_linears=("a.b",),
-    tiled=("a.b", "a.c"),
     attention=(ComparedRows("decode", 7, 0),),
     confirmed=True,
 )
@@ -113,8 +112,12 @@ def test_a_file_of_another_user(file, caplog, monkeypatch):
     ignored(caplog, "belongs to user")
 
 
-def test_tiles_that_another_bucket_needs():
-    """Larger canonical passes run in them where they are whole numbers of the reference's rows."""
-    buckets = tuple(BucketResult(rows, rows != 24, (), 0.1) for rows in (4, 8, 12, 16, 24, 32))
-    assert ProbeResults(8, buckets).own_way == []
-    assert ProbeResults(8, buckets, tiled=("a.b",)).own_way == [16, 32]
+def test_tiles():
+    """A linear's are the largest bucket in which it ran whole, of which the pass is a multiple."""
+    cut = {8: {}, 12: {}, 16: {}, 24: {"a": 8}, 32: {"a": 16}, 64: {"a": 16, "b": 32}}
+    buckets = (BucketResult(n, n != 12, (), 0.1, tuple(own), own) for n, own in cut.items())
+    found = ProbeResults(8, tuple(buckets))
+    assert found.tiles == {"a": {24: 8, 32: 16, 64: 16}, "b": {64: 32}}
+    assert found.own_way == [24, 32, 64]
+    expected = {(16, "a"): 8, (24, "a"): 8, (48, "a"): 16, (48, "b"): 24, (64, "b"): 32}
+    assert {key: found.tile_of(key[1], key[0]) for key in expected} == expected

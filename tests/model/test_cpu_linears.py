@@ -223,7 +223,7 @@ def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
     whole = [part[0].clone()[None] for part in x.split(32, dim=1)]
     with torch.no_grad():
         expected = torch.cat([linear(part) for part in whole], dim=1)
-        RowTiles(SimpleNamespace(canonical=True)).bind([linear], 32)
+        RowTiles(SimpleNamespace(canonical=True)).bind([linear], {64: 32})
         assert torch.equal(linear(x), expected)
 
 
@@ -263,6 +263,8 @@ def test_bits_in_tiles_are_those_of_the_reference_bucket(breaks_above, verify):
         assert run(engine, requests)[: len(alone)] == alone
         canonical = [record for record in engine.records if record.way in ("direct", "padded")]
         assert any(record.bucket > 16 for record in canonical)
+        tiles = engine.contract.results.tiles.values()
+        assert {heights[32] for heights in tiles} == {16}
     assert not any("forward" in vars(module) for module in model.modules())
 
 

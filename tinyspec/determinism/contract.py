@@ -341,7 +341,7 @@ class Contract:
             self._fingerprint = None
             self.buckets.forget()
         else:
-            self.modes.tile(results.tiled)
+            self.modes.tile(results.tiles)
             always = self._config.verify == "always"
             canonical = [results.reference] if always else results.canonical
             # A proof's passes are no graphs: where passes are, theirs take a host's time to launch.

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
     distinct_linears,
-    in_tiles,
     is_plain,
     kernel_stand_ins,
     linear_kinds,
@@ -28,7 +27,7 @@ class LinearModes:
     def __init__(self, runner: ModelRunner):
         self._served, self._runner = runner.served, runner
         self._num_swapped = len(self._served.swapped)
-        self._tiled: tuple[str, ...] = ()
+        self._tiles: dict[str, dict[int, int]] = {}
 
     def serve(self, names: Collection[str]) -> tuple[str, ...]:
         """Let the linear kernel serve the plain linears among ``names``; the names of those."""
@@ -41,17 +40,16 @@ class LinearModes:
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
-    def tile(self, names: tuple[str, ...]) -> None:
-        """Run linears of these kinds in tiles of the reference's rows in larger canonical
-        passes."""
-        if self._tiled == names:
+    def tile(self, tiles: dict[str, dict[int, int]]) -> None:
+        """Run linears of these kinds in tiles of so many rows, by the rows of a canonical pass."""
+        if self._tiles == tiles:
             return
-        self._tiled = names
+        self._tiles = tiles
         self._served.tiles.unbind()
         model, kinds = self._served.model, linear_kinds(self._served.model)
-        modules = [model.get_submodule(other) for name in names for other in kinds[name]]
-        plain = [module for module in modules if is_plain(module)]
-        self._served.tiles.bind(plain, self._runner.buckets.reference)
+        for name, heights in tiles.items():
+            modules = map(model.get_submodule, kinds[name])
+            self._served.tiles.bind(filter(is_plain, modules), heights)
         self._runner.drop_graphs(canonical=True)
 
     def can_tile(self, name: str, rows: int) -> bool:
@@ -64,7 +62,7 @@ class LinearModes:
         (weight,) = self._served.autocast.cast(weight)
         itemsize = (runner.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
-        whole = in_tiles(rows, reference) and reference * shape[0] * itemsize % aligned == 0
+        whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
         tiled = any(module is other for other in self._served.tiles.bound)
         return whole and (is_plain(module) or tiled)
 
@@ -84,5 +82,5 @@ class LinearModes:
         """Every linear as it was when the engine was made."""
         self._served.tiles.unbind()
         self._served.undo(self._num_swapped)
-        self._tiled = ()
+        self._tiles = {}
         self._runner.drop_graphs()

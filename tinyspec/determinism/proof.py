@@ -247,7 +247,8 @@ def prove_reference(runner: ModelRunner, modes: LinearModes) -> ProbeResults:
         unsound += unsound_attention(attention)
         unsound += prober.differs(rows, range(1, FIRST_PASSES + 1))
     took, seconds = time.perf_counter() - begun, probe.took.get(rows, 0.0)
-    bucket = BucketResult(rows, not unsound, (), seconds, modes.other_in_fast_mode(rows), took)
+    own_way = modes.other_in_fast_mode(rows)
+    bucket = BucketResult(rows, not unsound, (), seconds, own_way, proof=took)
     kept = () if unsound else served
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
@@ -303,18 +304,21 @@ def unsound_attention(found: Iterable[ComparedRows]) -> list[Unsound]:
 def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResults:
     """Whether bucket ``rows`` is canonical: its functions of rows, and then the model end to end.
 
-    A plain linear with other bits in a larger bucket runs in tiles of the reference's rows there.
+    A plain linear with other bits in a larger bucket runs in tiles there, of the largest bucket's
+    rows in which it has the reference's.
     """
     begun, modes = time.perf_counter(), prober.modes
     differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
     broken = [n for n in differing if n not in prober.linears or not modes.can_tile(n, rows)]
+    own_way = (*differing, *modes.other_in_fast_mode(rows))
     if not broken:
-        results = replace(results, tiled=tuple(dict.fromkeys((*results.tiled, *differing))))
-        modes.tile(results.tiled)
+        tiles = {name: results.tile_of(name, rows) for name in differing}
+        found = BucketResult(rows, True, (), 0.0, own_way, tiles)
+        modes.tile(results.with_bucket(found).tiles)
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))
         broken = [MODEL] if prober.probe.difference(rows, numbers) else []
-    own_way = () if broken else (*differing, *modes.other_in_fast_mode(rows))
     proof, seconds = time.perf_counter() - begun, prober.probe.took.get(rows, 0.0)
-    found = BucketResult(rows, not broken, tuple(broken), seconds, own_way, proof)
-    return results.with_bucket(found)
+    if broken:
+        found = BucketResult(rows, False, tuple(broken), seconds)
+    return results.with_bucket(replace(found, seconds=seconds, proof=proof))

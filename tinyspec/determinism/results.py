@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -23,7 +23,6 @@ from typing import Any
 from huggingface_hub import constants
 
 import tinyspec
-from tinyspec.model.linears import in_tiles
 
 logger = logging.getLogger("tinyspec")
 PACKAGE = Path(tinyspec.__file__).parent
@@ -36,7 +35,8 @@ class BucketResult:
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
     the model end to end does. seconds: of the fastest canonical pass that was compared; 0 where
     there was none. own_way: linears that a canonical pass runs in another way than fast mode does,
-    in tiles of rows for example. proof: seconds that the bucket's own proof took.
+    in tiles of rows for example. tiles: rows of these, by the first name of each kind of linears
+    that runs in tiles. proof: seconds that the bucket's own proof took.
     """
 
     rows: int
@@ -44,6 +44,7 @@ class BucketResult:
     broken_by: tuple[str, ...]
     seconds: float
     own_way: tuple[str, ...] = ()
+    tiles: dict[str, int] = field(default_factory=dict)
     proof: float = 0.0
 
 
@@ -82,8 +83,7 @@ class ProbeResults:
 
     reference: the reference bucket. buckets: those that are known, in order of size. unsound: empty
     if the reference bucket is sound. kernel_linears: modules that must be served by the linear
-    kernel, which makes it so. tiled: the first name of each kind of linears that run in tiles of
-    the reference bucket's rows in larger canonical passes. attention: of each kind of calls.
+    kernel, which makes it so. attention: of each kind of calls.
     confirmed: whether the reference bucket had its second look.
     """
 
@@ -91,7 +91,6 @@ class ProbeResults:
     buckets: tuple[BucketResult, ...]
     unsound: tuple[Unsound, ...] = ()
     kernel_linears: tuple[str, ...] = ()
-    tiled: tuple[str, ...] = ()
     attention: tuple[ComparedRows, ...] = ()
     confirmed: bool = False
 
@@ -111,12 +110,23 @@ class ProbeResults:
 
     @property
     def own_way(self) -> list[int]:
-        """Canonical buckets whose canonical passes run another way than fast mode, be it in tiles
-        that another bucket needs."""
-        own = {b.rows for b in self.buckets if b.own_way}
-        if self.tiled:
-            own |= {rows for rows in self.sizes if in_tiles(rows, self.reference)}
-        return [rows for rows in self.canonical if rows in own]
+        """Canonical buckets whose canonical passes run another way than fast mode."""
+        return [b.rows for b in self.buckets if b.canonical and b.own_way]
+
+    @property
+    def tiles(self) -> dict[str, dict[int, int]]:
+        """By linear, then by canonical bucket in which it runs in tiles, their rows."""
+        found: dict[str, dict[int, int]] = {}
+        for bucket in self.buckets:
+            for name, height in bucket.tiles.items() if bucket.canonical else ():
+                found.setdefault(name, {})[bucket.rows] = height
+        return found
+
+    def tile_of(self, name: str, rows: int) -> int:
+        """Rows of the largest tile that bucket ``rows`` can be cut into for a linear: a canonical
+        bucket in which it ran whole, so that each of its rows has the reference's bits."""
+        whole = (b.rows for b in self.buckets if b.canonical and name not in b.tiles)
+        return max(n for n in whole if n < rows and rows % n == 0 and n % self.reference == 0)
 
     @property
     def why_unsound(self) -> str:

@@ -12,7 +12,7 @@ canonical.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import cache
 from inspect import signature
 from typing import Any, TypeGuard
@@ -158,11 +158,6 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
     return not (is_packed(module.weight) or has_hooks(module) or "forward" in vars(module))
 
 
-def in_tiles(rows: int, height: int) -> bool:
-    """Whether a pass of so many rows is cut into tiles of ``height``."""
-    return rows > height and rows % height == 0
-
-
 class RowTiles:
     """The layers of one model, ``bound``, that run in tiles in canonical passes."""
 
@@ -170,11 +165,11 @@ class RowTiles:
         self._context = context
         self.bound: list[nn.Module] = []
 
-    def bind(self, modules: Iterable[nn.Module], height: int) -> None:
-        """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
+    def bind(self, modules: Iterable[nn.Module], heights: Mapping[int, int]) -> None:
+        """Run ``modules`` in tiles of so many rows, by the rows of the pass."""
         for module in modules:
             # On the instance: modules, parameters and their names stay what they are.
-            vars(module)["forward"] = self._tiled(module, height)
+            vars(module)["forward"] = self._tiled(module, heights)
             self.bound.append(module)
 
     def unbind(self) -> None:
@@ -183,13 +178,14 @@ class RowTiles:
             del vars(module)["forward"]
         self.bound = []
 
-    def _tiled(self, module: Any, height: int) -> Callable[[Tensor], Tensor]:
+    def _tiled(self, module: Any, heights: Mapping[int, int]) -> Callable[[Tensor], Tensor]:
         forward = module.forward
 
         def run(x: Tensor) -> Tensor:
             """x [..., R, in] -> [..., R, out]."""
             rows = x.shape[-2]
-            if not (self._context.canonical and in_tiles(rows, height)):
+            height = heights.get(rows)
+            if height is None or not self._context.canonical:
                 return forward(x)
             if x.numel() > rows * x.shape[-1]:
                 return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)
