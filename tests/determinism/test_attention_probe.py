@@ -293,7 +293,7 @@ def test_every_product_with_weights(kind, cast):
     if fails:
         return
     with engine, engine.runner.torch_state():
-        prober = Prober(engine.runner, engine.contract.modes)
+        prober = Prober(engine.runner, engine.contract.modes, {})
         with prober.scratch.in_place():
             recorder = prober.prepare()
         modules = dict(engine.runner.model.named_modules())

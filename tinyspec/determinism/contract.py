@@ -27,6 +27,7 @@ from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import needed_bytes
 from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
+    Found,
     prove_buckets,
     prove_reference,
     refuse_written,
@@ -106,6 +107,7 @@ class Contract:
 
     def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
         self.results: ProbeResults | None = None
+        self._found: Found = {}
         self._weights_digest: dict[str, str] | None = None
         self._fingerprint: Fingerprint | None = None  # of weights that may have changed since
         self._runner, self._config = runner, runner.config
@@ -325,7 +327,7 @@ class Contract:
         before = self.results
         try:
             with self._runner.torch_state():
-                results = proof(self._runner, self.modes, *given)
+                results = proof(self._runner, self.modes, self._found, *given)
         except BaseException:
             self._go_by(before)
             raise

@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -79,20 +80,24 @@ ROUTERS = "transformers.models."
 # Whether a function of rows is a module that runs code of the user's, it as a function of [R, N],
 # and pools of rows.
 Function = tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]
+# By name, shape and dtype of a function of rows, the rows that show most of it, which take long to
+# find: of any use in another proof of the model.
+Found = dict[tuple[Any, ...], list[Tensor]]
 
 
 class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory; all while its ``scratch`` weights are in place.
 
-    modes: in which its linears run. probe: its passes, of up to ``rows`` rows. linears: the first
-    name of every kind. ops: other functions of rows, by name, after ``prepare``.
+    modes: in which its linears run. found: by this proof and those before. probe: its passes, of up
+    to ``rows`` rows. linears: the first name of every kind. ops: other functions of rows, by name,
+    after ``prepare``.
 
     Raises DeterminismError where memory does not suffice.
     """
 
-    def __init__(self, runner: ModelRunner, modes: LinearModes, rows: int = 0):
-        self.runner, self.modes = runner, modes
+    def __init__(self, runner: ModelRunner, modes: LinearModes, found: Found, rows: int = 0):
+        self.runner, self.modes, self._found = runner, modes, found
         self.reference = runner.buckets.reference
         self._autocast = runner.served.autocast
         self.scratch = ScratchModel(runner.model)
@@ -155,7 +160,10 @@ class Prober:
 
         pools = [probe_pool(prod(op.shape), op.dtype, self.runner.device, op.weight)]
         if name in self.ops and op.weight is None and not op.users:
-            pools += sensitive_pool(of_rows, pools[0])
+            key = name, op.shape, op.dtype
+            if key not in self._found:
+                self._found[key] = sensitive_pool(of_rows, pools[0])
+            pools += self._found[key]
         return op.users, of_rows, pools
 
     def _linear(self, name: str) -> RowOp:
@@ -220,10 +228,10 @@ def refuse_written(names: Collection[str]) -> None:
         )
 
 
-def prove_reference(runner: ModelRunner, modes: LinearModes) -> ProbeResults:
+def prove_reference(runner: ModelRunner, modes: LinearModes, found: Found) -> ProbeResults:
     """The results, which know one bucket; the linear kernel gets the linears that are unsound,
     unless the config fixes whom it serves. Raises as ``check_pass``."""
-    begun, prober = time.perf_counter(), Prober(runner, modes)
+    begun, prober = time.perf_counter(), Prober(runner, modes, found)
     probe, rows = prober.probe, prober.reference
     with prober.scratch.in_place():
         moved = prober.moved(prober.linears)
@@ -253,7 +261,9 @@ def prove_reference(runner: ModelRunner, modes: LinearModes) -> ProbeResults:
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
 
-def see_to_hold(runner: ModelRunner, modes: LinearModes, results: ProbeResults) -> ProbeResults:
+def see_to_hold(
+    runner: ModelRunner, modes: LinearModes, found: Found, results: ProbeResults
+) -> ProbeResults:
     """The results, which were kept. What one pass shows is looked at all the same, which compiles
     and loads what a first pass needs. Raises as ``check_pass``."""
     modes.serve(() if results.unsound else results.kernel_linears)
@@ -264,6 +274,7 @@ def see_to_hold(runner: ModelRunner, modes: LinearModes, results: ProbeResults) 
 def prove_buckets(
     runner: ModelRunner,
     modes: LinearModes,
+    found: Found,
     results: ProbeResults,
     sizes: Collection[int],
     attention_rows: int | None,
@@ -272,7 +283,7 @@ def prove_buckets(
     shows, the first time. attention_rows: to compare of each kind; None: the first time of each
     some more."""
     first, unsound = not results.confirmed, list[Unsound]()
-    prober = Prober(runner, modes, max(sizes, default=0))
+    prober = Prober(runner, modes, found, max(sizes, default=0))
     # On the model's own weights, and on scratch weights.
     tokens = token_sets(runner.vocab_size, prober.probe.distinct) if first else []
     own = prober.matmuls(tokens)

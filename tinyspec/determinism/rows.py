@@ -197,7 +197,8 @@ def _cyclic(fn: RowFunction, pool: Tensor, order: Tensor, count: int, rows: int)
     """The results of ``count`` rows of ``pool[order]``, ``rows`` at a time; what a last pass has
     room for begins again at the start."""
     place = torch.arange(-(-count // rows) * rows, device=pool.device) % len(order)
-    parts = [fn(pool[order[part]]) for part in place.split(rows)]
+    # Of its own memory each, as rows of a pass are.
+    parts = [fn(part.clone()) for part in pool[order[place]].split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
