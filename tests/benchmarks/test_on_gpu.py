@@ -68,6 +68,7 @@ def test_predictions():
 
     known = {("ceilings", name) for name in CEILINGS} | {("kernels", name) for name in cases(False)}
     known |= {("steps", f"{p}, batch {batch}") for p, batch in product(PRESETS, BATCHES)}
+    known |= {("steps", f"{p}, batch 64, deterministic") for p in PRESETS}
     shares = product(PRESETS, (0, 10, 50, 100))
     known |= {("nano-vllm's workload", f"{p}, {n} % deterministic") for p, n in shares}
     started = product(("first token", "until passes are graphs"), PRESETS, DISKS)

@@ -161,6 +161,7 @@ def test_logits_beside_an_exact_recurrence(kind, monkeypatch):
         assert_as_good_as_torch(forgets.float(), same_dtype, truth)
 
 
+@pytest.mark.crossed(7)
 @pytest.mark.parametrize("settings", [{"kv_dtype": "fp8_e4m3"}, {"backend": "triton"}], ids=str)
 def test_settings(subject, settings, monkeypatch):
     """A cache of codes holds keys and values alone; what a GPU runs pads its passes."""

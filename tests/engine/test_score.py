@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.budget import first
 from tests.support.cases import KINDS, drain, engine_of, greedy, model_of, text, whole
 from tests.support.mixes import crowd, plain
 from tests.support.tiny import VOCAB, tiny
@@ -64,9 +65,8 @@ def test_score_by_the_triton_kernels_in_16_bits():
         assert engine.score(given, tokens, other) != expected
 
 
-@pytest.mark.crossed(1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", first(1, ["bf16", "fp32"], 6))
+@pytest.mark.parametrize("kind", first(3, KINDS, 6))
 def test_score_has_the_bits_of_generation(kind, dtype):
     """Generated one by one; scored together, alone, in a crowd, with and without the flag."""
     model = model_of(kind, dtype)

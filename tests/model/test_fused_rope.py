@@ -34,7 +34,7 @@ from tinyspec.runner.kv_cache import KVCache
 PAGE = 16
 LENGTHS = (21, 1, 10)
 ROWS = sum(LENGTHS)
-RING, TILE = 48, STATE_TILE
+RING = 48
 CONFIG = EngineConfig(max_model_len=512, max_rows=64)
 WAYS = {"interface": (), "deferred": (rope_left_out,), "fused": (fused,)}
 
@@ -60,8 +60,8 @@ def batch_of(ids):
         count = -(-n // PAGE)
         parts.append((ids[first : first + n], 0, list(range(page, page + count))))
         page, first = page + count, first + n
-    owned = [(owner, 0, n - n % TILE) for owner, n in enumerate(LENGTHS)]
-    return Batch.of(parts, ROWS, PAGE, torch.device("cpu"), (owned, RING, TILE)), page
+    owned = [(owner, 0, n - n % STATE_TILE) for owner, n in enumerate(LENGTHS)]
+    return Batch.of(parts, ROWS, PAGE, torch.device("cpu"), (owned, RING)), page
 
 
 def through(model, monkeypatch, way):
