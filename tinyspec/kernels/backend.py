@@ -65,8 +65,8 @@ class Checkpoints:
 
     owners: [S] int32, which state and which ring. at: [S] int32, 0 for none; a multiple of
     ``tile``, like ``to``: [S] int32, up to which token the pass moves the state; ``at``: it
-    stays. slots: [R] int64, place of each row in the rings, -1 for none. tile: a
-    backend may sum as many tokens at once, from multiples of it on.
+    stays. slots: [R] int64, place of each row in the rings, -1 for none. tile: tokens that a
+    backend may sum at once, from multiples of it on.
     """
 
     owners: Tensor

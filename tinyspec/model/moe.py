@@ -1,5 +1,5 @@
-"""Mixture-of-experts layers: by kernels of their own in canonical passes and in small
-ones on a GPU, else as the user chose.
+"""Mixture-of-experts layers: by kernels of their own in canonical passes, and in small ones
+on a GPU, else as the user chose.
 
 How many rows an expert gets depends on the values of the rows, so no probe of shapes can prove its
 matmuls. Rows of ``grouped_linear`` do not depend on how many there are, and all other shapes here
