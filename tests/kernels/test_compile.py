@@ -241,10 +241,8 @@ def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
     key_heads, heads, dk, dv = STATES[rule]
     wide = 2 * key_heads * dk + heads * dv
     for rows, ring, more in ((1, 48, 0), (16, 64, 2 * dk), (777, 48, 0)):
-        q, k, v = torch.zeros(rows, wide + more, dtype=dtype)[:, :wide].split(
-            [key_heads * dk, key_heads * dk, heads * dv], 1
-        )
-        q, k, v = q.view(rows, -1, dk), k.view(rows, -1, dk), v.view(rows, -1, dv)
+        q = torch.zeros(rows, wide + more, dtype=dtype)[:, : key_heads * dk].view(rows, -1, dk)
+        kv = torch.zeros(rows, key_heads * dk + heads * dv, dtype=dtype)
         rings = (
             torch.zeros(2, ring, 1),
             torch.zeros(2, ring, key_heads * dk + heads * dv, dtype=dtype),
@@ -254,7 +252,7 @@ def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
         given = ints([[0]] * rows), ints([0] * (rows + 2))[1:], ints([0] * (rows + 1))[1:], 16
         metadata = AttentionMetadata(*given, checkpoints=checkpoints_of(rows))
         eps = 1e-6 if rule == "delta" else None
-        yield partial(scan, q, k, v, own, states, metadata, rule != "mamba2", 0.1, eps)
+        yield partial(scan, q, kv, own, states, metadata, rule != "mamba2", 0.1, eps)
 
 
 def keep_rows_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:

@@ -34,36 +34,33 @@ def _either(own, given, there, held):
 
 
 @triton.jit
-def _token(position, span, own, rings, steps, widths, columns):
+def _token(position, span, own, rings, steps, columns):
     """Query, key, value, log decay and beta of the token at ``position`` of a segment, from its row
     or, without a query, from the ring; 0 behind the last."""
     start, end, row, place, ring = span
-    own_q, own_k, own_v, own_gates = own
-    ring_k, ring_v, ring_gates = rings
-    step_q, step_k, step_v, step_gates = steps
+    q, kv, gates = own
+    ring_kv, ring_gates = rings
+    step_q, step_kv, step_gates = steps
     ks, vs, k_column, v_column, DK, DV = columns
     given, held = (position >= start) & (position < end), position < tl.minimum(start, end)
     row, place = (row + position).to(tl.int64), place + position % ring
-    own_k += row * step_k
-    own_v += row * step_v
-    own_gates += row * step_gates
-    ring_k += place * widths[0]
-    ring_v += place * widths[0]
-    ring_gates += place * widths[1]
+    kv += row * step_kv
+    ring_kv += place * step_kv
+    gates += row * step_gates
+    ring_gates += place * step_gates
     k_given, k_held = ks < tl.where(given, DK, 0), ks < tl.where(held, DK, 0)
     v_given, v_held = vs < tl.where(given, DV, 0), vs < tl.where(held, DV, 0)
-    q = tl.load(own_q + row * step_q + k_column, mask=k_given, other=0.0).to(tl.float32)
-    k = _either(own_k + k_column, k_given, ring_k + k_column, k_held)
-    v = _either(own_v + v_column, v_given, ring_v + v_column, v_held)
-    g = _either(own_gates, given, ring_gates, held)
-    return q, k, v, g, _either(own_gates + 1, given, ring_gates + 1, held)
+    q = tl.load(q + row * step_q + k_column, mask=k_given, other=0.0).to(tl.float32)
+    k = _either(kv + k_column, k_given, ring_kv + k_column, k_held)
+    v = _either(kv + v_column, v_given, ring_kv + v_column, v_held)
+    g = _either(gates, given, ring_gates, held)
+    return q, k, v, g, _either(gates + 1, given, ring_gates + 1, held)
 
 
 @kernel(OF_THE_PASS)
 def recurrent_kernel(
     q_ptr,  # [R, K_HEADS * DK]
-    k_ptr,  # [R, K_HEADS * DK]
-    v_ptr,  # [R, HEADS * DV]
+    kv_ptr,  # [R, K_HEADS * DK + HEADS * DV]
     gates_ptr,  # [R, HEADS, 2] fp32
     kv_ring_ptr,  # [N, ring, K_HEADS * DK + HEADS * DV]
     gates_ring_ptr,  # [N, ring, HEADS, 2] fp32
@@ -74,9 +71,7 @@ def recurrent_kernel(
     at_ptr,  # [S] int32
     to_ptr,  # [S] int32
     out_ptr,  # [R, HEADS * DV] fp32
-    stride_q,  # of rows, in units of VEC_K elements, like the next
-    stride_k,
-    stride_v,  # in units of VEC_V
+    stride_q,  # of rows, in units of VEC elements
     ring,
     scale,
     eps,
@@ -84,8 +79,7 @@ def recurrent_kernel(
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    VEC_K: tl.constexpr,
-    VEC_V: tl.constexpr,
+    VEC: tl.constexpr,
     DELTA: tl.constexpr,
     NORM: tl.constexpr,
     KEYS: tl.constexpr,  # DK or the next power of two
@@ -102,21 +96,19 @@ def recurrent_kernel(
     start, end = length - count, tl.where(count > 0, length, at)
 
     k_column, v_column = head // (HEADS // K_HEADS) * DK + ks, head * DV + vs
+    own, rings = (q_ptr, kv_ptr, gates_ptr + head * 2), (kv_ring_ptr, gates_ring_ptr + head * 2)
+    steps = stride_q * VEC, K_HEADS * DK + HEADS * DV, HEADS * 2
+    columns = ks, vs, k_column, K_HEADS * DK + v_column, DK, DV
+    span = start, end, first - start, owner * ring, ring
     cells = state_ptr + (owner * HEADS + head) * (DK * DV) + ks[:, None] * DV + vs[None, :]
     mask = k_mask[:, None] & v_mask[None, :]
     there_is = tl.where(at > 0, DK, 0)
     state = tl.load(cells, mask=(ks[:, None] < there_is) & v_mask[None, :], other=0.0)
-    span = start, end, first - start, owner * ring, ring
-    own = q_ptr, k_ptr, v_ptr, gates_ptr + head * 2
-    rings = kv_ring_ptr, kv_ring_ptr + K_HEADS * DK, gates_ring_ptr + head * 2
-    steps = stride_q * VEC_K, stride_k * VEC_K, stride_v * VEC_V, HEADS * 2
-    widths = K_HEADS * DK + HEADS * DV, HEADS * 2
-    columns = ks, vs, k_column, v_column, DK, DV
-    q, k, v, g, beta = _token(at, span, own, rings, steps, widths, columns)
+    q, k, v, g, beta = _token(at, span, own, rings, steps, columns)
     for position in range(at, end):
         now_q, now_k, update, decay, rate = q, k, v, tl.exp(g), beta
         # While this token is computed the next one is on its way.
-        q, k, v, g, beta = _token(position + 1, span, own, rings, steps, widths, columns)
+        q, k, v, g, beta = _token(position + 1, span, own, rings, steps, columns)
         state *= decay
         if NORM:
             now_k *= tl.rsqrt(tl.sum(now_k * now_k, 0) + eps)
@@ -136,8 +128,7 @@ def recurrent_kernel(
 
 def scan(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     gates: Tensor,
     states: LayerStates,
     metadata: AttentionMetadata,
@@ -147,29 +138,23 @@ def scan(
 ) -> Tensor:
     """What each row reads of the state of its sequence, [R, H, Dv] fp32.
 
-    q, k [R, Hk, Dk], v [R, H, Dv], gates [R, H, 2] fp32: log decay and beta. delta: which rule.
-    eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows get
-    0.
+    q [R, Hk, Dk], kv [R, Hk * Dk + H * Dv], gates [R, H, 2] fp32: log decay and beta. delta: which
+    rule. eps: q and k are divided by their norms first, and q multiplied by ``scale``. Padding rows
+    get 0.
     """
-    (count, k_heads, dk), (heads, dv) = q.shape, v.shape[1:]
+    (count, k_heads, dk), (heads, _, dv) = q.shape, states.state.shape[1:]
     given = metadata.checkpoints
-    assert given is not None and heads % k_heads == 0 and k.shape == q.shape
+    assert given is not None and heads % k_heads == 0 and states.state.shape[2] == dk
+    assert kv.shape == (count, k_heads * dk + heads * dv) and kv.is_contiguous()
     assert gates.shape == (count, heads, 2) and gates.dtype == torch.float32
-    assert all(pool.is_contiguous() for pool in states) and states.state.shape[1:] == (
-        heads,
-        dk,
-        dv,
-    )
-    out = torch.zeros((count, heads, dv), dtype=torch.float32, device=v.device)
-    vec_k, vec_v = launch.vector(q.dtype, dk), launch.vector(v.dtype, dv)
-    q, k = (launch.vectorizable(x.flatten(1), vec_k) for x in (q, k))
-    v = launch.vectorizable(v.flatten(1), vec_v)
+    assert all(pool.is_contiguous() for pool in states)
+    out = torch.zeros((count, heads, dv), dtype=torch.float32, device=q.device)
+    vec = launch.vector(q.dtype, dk)
+    q = launch.vectorizable(q.flatten(1), vec)
     keys, block = launch.state_blocks(dk, dv)
-    grid = len(metadata.seq_lens), heads, triton.cdiv(dv, block)
-    recurrent_kernel[grid](
+    recurrent_kernel[(len(metadata.seq_lens), heads, triton.cdiv(dv, block))](
         q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
+        kv_ptr=kv,
         gates_ptr=gates.contiguous(),
         kv_ring_ptr=states.kv,
         gates_ring_ptr=states.gates,
@@ -180,9 +165,7 @@ def scan(
         at_ptr=given.at,
         to_ptr=given.to,
         out_ptr=out,
-        stride_q=q.stride(0) // vec_k,
-        stride_k=k.stride(0) // vec_k,
-        stride_v=v.stride(0) // vec_v,
+        stride_q=q.stride(0) // vec,
         ring=states.kv.shape[1],
         scale=scale,
         eps=eps or 0.0,
@@ -190,8 +173,7 @@ def scan(
         HEADS=heads,
         DK=dk,
         DV=dv,
-        VEC_K=vec_k,
-        VEC_V=vec_v,
+        VEC=vec,
         DELTA=delta,
         NORM=eps is not None,
         KEYS=keys,
@@ -244,10 +226,10 @@ def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMeta
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *given: Any, **rule: Any) -> Tensor:
     """As ``scan``; rows with a place in the rings are kept there."""
-    out = scan(q, k, v, gates, *given, **rule)
+    kv = torch.cat([k.flatten(1), v.flatten(1)], -1)
+    out = scan(q, kv, gates, *given, **rule)
     states, metadata = given
-    assert metadata.checkpoints is not None
     slots = metadata.checkpoints.slots
-    keep_rows(states.kv, torch.cat([k.flatten(1), v.flatten(1)], -1), slots, metadata)
+    keep_rows(states.kv, kv, slots, metadata)
     keep_rows(states.gates, gates, slots, metadata)
     return out
