@@ -181,7 +181,7 @@ DEFECTS = [
 
 
 def found(defect: Defect, tree: Path) -> str | None:
-    """The test that fails with it. Raises ValueError where its line is not there once."""
+    """The test that fails with it, or what ended the tests. Raises ValueError where its line is not there once."""
     path = tree / "tinyspec" / defect.path
     sound = path.read_text()
     if sound.count(defect.sound) != 1:
@@ -189,9 +189,11 @@ def found(defect: Defect, tree: Path) -> str | None:
     path.write_text(sound.replace(defect.sound, defect.planted))
     every = ("-m", "slow or not slow", "--minutes", "100")
     command = [sys.executable, "-m", "pytest", "-x", "-q", *every, *defect.tests]
-    said = subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     path.write_text(sound)
-    return next((line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))), None)
+    ended = f"signal {-run.returncode} ended the tests" if run.returncode < 0 else None
+    said = (line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+    return next(said, ended)
 
 
 def main(names: list[str]) -> int:
