@@ -181,7 +181,8 @@ DEFECTS = [
 
 
 def found(defect: Defect, tree: Path) -> str | None:
-    """The test that fails with it, or what ended the tests. Raises ValueError where its line is not there once."""
+    """The test that fails with it, or what ended the tests. Raises ValueError where its line is not
+    there once."""
     path = tree / "tinyspec" / defect.path
     sound = path.read_text()
     if sound.count(defect.sound) != 1:
