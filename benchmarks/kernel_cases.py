@@ -261,8 +261,8 @@ def recurrent_case(spans: Spans, shape: States) -> Case:
         state = torch.randn(count, shape.heads, shape.dk, shape.dv, device=DEVICE)
         states = LayerStates(kept, kept, old.flatten(2), state)
         metadata = AttentionMetadata.of(spans, [[0]] * count, PAGE, DEVICE)
-        at = [first // STATE_TILE * STATE_TILE for first, _ in spans]
-        places = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(count), at, at)]
+        at, to = ([n // STATE_TILE * STATE_TILE for n in side] for side in zip(*spans, strict=True))
+        places = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(count), at, to)]
         kept_at = [
             number * ring + token % ring if token >= end - ring else -1
             for number, (first, end) in enumerate(spans)

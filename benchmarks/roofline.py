@@ -134,16 +134,17 @@ def linear(rows: int, inputs: int, outputs: int, dtype: str = "bfloat16") -> Wor
 def recurrent(
     states: States, spans: list[tuple[int, int]], tile: int, dtype: str = "bfloat16"
 ) -> Work:
-    """Of (first, end) of every sequence, from states at multiples of ``tile`` on: these, which are
-    read and not written; keys and values in the ring, queries, keys and values of the rows, gates;
-    results. Operations are of no product."""
+    """Of (first, end) of every sequence, from states at multiples of ``tile`` on: these, read, and
+    written where the rows go beyond the next; keys and values in the ring, queries, keys and values
+    of the rows, gates; results. Operations are of no product."""
     rows = sum(end - first for first, end in spans)
     size, gates = states.heads * states.dk * states.dv * 4, 2 * states.heads * 4
     kv = (states.key_heads * states.dk + states.heads * states.dv) * BYTES[dtype]
     held = sum(first % tile for first, _ in spans)
     own = states.key_heads * states.dk * BYTES[dtype] + states.heads * states.dv * 4
-    read = len([first for first, _ in spans if first]) * size
-    return Work(read + (held + rows) * (kv + gates) + rows * own)
+    read = sum(first > 0 for first, _ in spans)
+    written = sum(end // tile > first // tile for first, end in spans)
+    return Work((read + written) * size + (held + rows) * (kv + gates) + rows * own)
 
 
 def sample(rows: int, vocab: int, dtype: str = "float32") -> Work:

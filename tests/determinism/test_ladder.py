@@ -154,6 +154,23 @@ def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
     assert "16 rows" in line and "warm_up" in line
 
 
+def test_what_shows_most_is_looked_for_once_while_modules_stay(monkeypatch, no_results_on_disk):
+    """In the two proofs of a warm-up once, and anew after a module is another."""
+    never(monkeypatch)
+    looked, look = [], proof.sensitive_pool
+    monkeypatch.setattr(proof, "sensitive_pool", lambda *x: looked.append(x) or look(*x))
+    model, found = tiny(), []
+    with Engine(model, config=CONFIG) as engine:
+        for act in (nn.ReLU(), nn.SiLU()):
+            for layer in model.model.layers:
+                layer.mlp.act_fn = act
+            engine.generate(prompts(1), DETERMINISTIC)
+            found.append(len(looked))
+            engine.warm_up()
+            found.append(len(looked))
+    assert 0 < found[0] == found[1] and found[2] == found[3] == 2 * found[0]
+
+
 def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
     never(monkeypatch)
     monkeypatch.setattr("tinyspec.determinism.contract.MANY_ROWS", 1)

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,8 @@ def from_beside(clone, target, code):
     """What ``python -c code`` prints in the folder that holds the clone, with the libraries of this
     environment and its own installation of the package left out."""
     code = f"import site; site.addsitedir({str(target)!r}); {code}"
-    libraries = sysconfig.get_paths()["purelib"]
+    folders = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+    libraries = os.pathsep.join(folders)
     return run(sys.executable, "-S", "-c", code, folder=clone.parent, PYTHONPATH=libraries)
 
 

@@ -107,7 +107,6 @@ class Contract:
 
     def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
         self.results: ProbeResults | None = None
-        self._found: Found = {}
         self._weights_digest: dict[str, str] | None = None
         self._fingerprint: Fingerprint | None = None  # of weights that may have changed since
         self._runner, self._config = runner, runner.config
@@ -338,6 +337,8 @@ class Contract:
     def _go_by(self, results: ProbeResults | None) -> None:
         """Let passes go by these results; None: nothing is known."""
         self.results = results
+        if results is None:
+            self._found: Found = {}  # of other modules, threads or settings
         if results is None or results.unsound:
             self.modes.restore()
             self._fingerprint = None

@@ -81,7 +81,7 @@ ROUTERS = "transformers.models."
 # and pools of rows.
 Function = tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]
 # By name, shape and dtype of a function of rows, the rows that show most of it, which take long to
-# find: of any use in another proof of the model.
+# find: for the further proofs of the same modules, on the same threads.
 Found = dict[tuple[Any, ...], list[Tensor]]
 
 

@@ -5,8 +5,7 @@ Linears of one kind have class, sizes and layouts of weights in common: one of t
 The ``linear`` kernel is for a device whose BLAS has no usable canonical bucket: its rows do not
 depend on the number of rows. Its bits differ from the BLAS's, so the fingerprint names the layers
 that it serves. In tiles (``RowTiles``) the rows of a larger pass are multiplied as many at a time
-as the reference bucket has, which gives that bucket's bits. Knows modules, not which bucket is
-canonical.
+as a smaller pass has, which gives that pass's bits. Knows modules, not which bucket is canonical.
 """
 
 from __future__ import annotations

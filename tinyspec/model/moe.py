@@ -1,5 +1,5 @@
 """Mixture-of-experts layers: by kernels of their own in canonical passes, and in small ones
-on a GPU, else as the user chose.
+on some GPUs, else as the user chose.
 
 How many rows an expert gets depends on the values of the rows, so no probe of shapes can prove its
 matmuls. Rows of ``grouped_linear`` do not depend on how many there are, and all other shapes here
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.launch import capability
 from tinyspec.kernels.twins.layers import add_experts
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import evaluated, of_product, recomputed
@@ -36,8 +37,9 @@ from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 FIRST, SECOND = "gate_up_proj", "down_proj"
 # An implementation whose operator autocast does not know: it runs in the dtype of the weights.
 UNCAST = "grouped_mm"
-# Rows of 16-bit numbers for which the kernels took 0.77 of the time of a step on an H200.
-FAST_ROWS = 64
+# Rows of 16-bit numbers for which the kernels took 0.77 of the time of a step, beside UNCAST on an
+# H200; and its compute capability.
+FAST_ROWS, MEASURED = 64, 90
 RowFunction = tuple[str, Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]
 
 
@@ -182,9 +184,10 @@ def _gate(module: Any, slots: int, width: int, x: Tensor) -> Tensor:
 
 
 def _fast_rows(module: Any) -> int:
-    """Up to how many rows the kernels are the faster way."""
-    weight = module.down_proj
-    return FAST_ROWS if weight.device.type == "cuda" and weight.dtype.itemsize == 2 else 0
+    """Up to how many rows the kernels are the faster way, where that was measured."""
+    weight, default = module.down_proj, module.config._experts_implementation == UNCAST
+    known = default and weight.dtype.itemsize == 2 and capability(weight.device) == MEASURED
+    return FAST_ROWS if known else 0
 
 
 def expert_stand_ins(
