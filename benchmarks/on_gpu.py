@@ -130,7 +130,7 @@ def smoke_steps() -> Iterator[Step]:
     yield Step("models", 120, models("tiny", *sections))
     suites = sorted(f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/bench_*.py"))
     yield Step("suites", 300, tests("suites", *suites))
-    chosen = ("tests/kernels", "tests/test_gpu.py", "-m", "gpu", "--collect-only")
+    chosen = ("tests/test_gpu.py", "-m", "gpu", "--collect-only")
     yield Step("tests", 120, tests("tests", *chosen))
 
 

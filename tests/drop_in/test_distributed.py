@@ -112,6 +112,7 @@ def work(rank: int, port: int, folder: str) -> None:
     seeded(rank, folder)
 
 
+@pytest.mark.slow("environments", 30)
 def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

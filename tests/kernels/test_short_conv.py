@@ -80,6 +80,7 @@ def test_matches_reference(
 
 
 @both
+@pytest.mark.crossed(7)
 @pytest.mark.parametrize("size", [1, 16])
 def test_a_row_anywhere(module: ModuleType, dtype: torch.dtype, size: int) -> None:
     """Token by token, in chunks of all sizes, behind other sequences, on other pages, computed

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.budget import first
 from tests.support.loading import CONFIG, PROMPTS, greedy, serve
 from tests.support.tiny import tiny
 from tinyspec import Engine, UnsupportedModelError
@@ -60,7 +61,7 @@ def compile_whole(model, backend):
 COMPILED = (compile_whole, compile_in_place, compile_forwards, compile_inside)
 
 
-@pytest.mark.parametrize("compiled", COMPILED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("compiled", first(2, COMPILED, 7), ids=lambda f: f.__name__)
 def test_compiled_models_run_as_they_were(backend, compiled, expected):
     tokens, fingerprint = expected
     model = compiled(tiny(), backend)
