@@ -191,6 +191,11 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def state_options(device: torch.device) -> dict[str, int | bool]:
+    """Compile options of recurrent layers: triton 3.9 would spill a number a token on sm_100."""
+    return {**OPTIONS, "maxnreg": 255} if capability(device) == 100 else {**OPTIONS}
+
+
 def attention(
     dtype: torch.dtype, head_dim: int, device: torch.device, codes: bool = False
 ) -> AttentionLaunch:

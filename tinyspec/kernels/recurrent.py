@@ -179,7 +179,7 @@ def scan(
         KEYS=keys,
         BLOCK_V=block,
         num_warps=1,
-        **launch.OPTIONS,
+        **launch.state_options(q.device),
     )
     return out
 
