@@ -55,18 +55,16 @@ def sort_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """index [R, k] int64, from 0 to E - 1, E = ``num_experts`` -> the pairs of a row and an expert
     by expert and then by number [R * k], and the first of every expert among them [E + 1]; int64.
     """
-    count = index.numel()
-    pairs = torch.empty(count, dtype=torch.int64, device=index.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int64, device=index.device)
-    entry = launch.SORT
+    sizes = index.numel(), num_experts + 1
+    pairs, starts = (torch.empty(n, dtype=torch.int64, device=index.device) for n in sizes)
     # The last program has no pairs: it tells how many there are.
     sort_kernel[(num_experts + 1,)](
         index_ptr=index.contiguous(),
         pairs_ptr=pairs,
         starts_ptr=starts,
-        num_pairs=count,
-        BLOCK=entry.block,
-        num_warps=entry.num_warps,
+        num_pairs=len(pairs),
+        BLOCK=launch.SORT.block,
+        num_warps=launch.SORT.num_warps,
         **launch.OPTIONS,
     )
     return pairs, starts
@@ -142,8 +140,7 @@ def grouped_linear(
     x bf16, fp16 or fp32; weight [E, N, K] (K or N contiguous; anything else is copied), bias
     [E, N] or None, rounded to x's dtype as they are read; pairs, starts: of ``sort_by_expert``.
     """
-    count, width = x.shape
-    num_experts, outputs, _ = weight.shape
+    (count, width), (num_experts, outputs, _) = x.shape, weight.shape
     assert weight.shape == (num_experts, outputs, width) and width > 0 and outputs > 0
     assert bias is None or (bias.shape == (num_experts, outputs) and bias.is_contiguous())
 
@@ -224,13 +221,11 @@ def add_kernel(
 def add_experts(out: Tensor, scales: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """out [R * k, H], one for each expert of a row, scales and index [R, k] -> [R, H] in ``dtype``:
     out times scales, in the wider dtype of both, added in fp32 in ascending order of ``index``."""
-    rows, slots = index.shape
-    size = out.shape[1]
+    (rows, slots), size = index.shape, out.shape[1]
     assert out.is_contiguous()
     vec = launch.vector(out.dtype, size)
     found = torch.empty((rows, size), dtype=dtype, device=out.device)
-    entry = launch.ADD_EXPERTS
-    add_kernel[(rows, triton.cdiv(size, entry.block))](
+    add_kernel[(rows, triton.cdiv(size, launch.ADD_EXPERTS.block))](
         out_ptr=launch.vectorizable(out, size),
         index_ptr=index.contiguous(),
         scale_ptr=scales.contiguous(),
@@ -240,8 +235,8 @@ def add_experts(out: Tensor, scales: Tensor, index: Tensor, dtype: torch.dtype) 
         ROUND=out.dtype == scales.dtype and out.dtype != torch.float32,
         SLOTS=launch.next_power_of_2(slots),
         VEC=vec,
-        BLOCK=entry.block,
-        num_warps=entry.num_warps,
+        BLOCK=launch.ADD_EXPERTS.block,
+        num_warps=launch.ADD_EXPERTS.num_warps,
         **launch.OPTIONS,
     )
     return found
