@@ -20,7 +20,8 @@ from benchmarks.device_time import CUDA, Call
 from benchmarks.roofline import Heads, States, Work
 from tinyspec.config import STATE_TILE, EngineConfig
 from tinyspec.kernels import backend
-from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
+from tinyspec.kernels.backend import AttentionMetadata, LayerStates
+from tinyspec.runner.batch import Batch
 
 DEVICE = "cuda" if CUDA else "cpu"
 KERNELS = backend.load("triton" if CUDA else "torch")
@@ -260,16 +261,12 @@ def recurrent_case(spans: Spans, shape: States) -> Case:
         )
         state = torch.randn(count, shape.heads, shape.dk, shape.dv, device=DEVICE)
         states = LayerStates(kept, kept, old.flatten(2), state)
-        metadata = AttentionMetadata.of(spans, [[0]] * count, PAGE, DEVICE)
-        at, to = ([n // STATE_TILE * STATE_TILE for n in side] for side in zip(*spans, strict=True))
-        places = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(count), at, to)]
-        kept_at = [
-            number * ring + token % ring if token >= end - ring else -1
-            for number, (first, end) in enumerate(spans)
-            for token in range(first, end)
+        parts = [([0] * (end - first), first, [0] * (end // PAGE + 1)) for first, end in spans]
+        owned = [
+            (number, *(n // STATE_TILE * STATE_TILE for n in span))
+            for number, span in enumerate(spans)
         ]
-        slots = torch.tensor(kept_at, dtype=torch.int64, device=DEVICE)
-        metadata.checkpoints = Checkpoints(*places, slots, STATE_TILE)
+        metadata = Batch.of(parts, rows, PAGE, torch.device(DEVICE), (owned, ring)).metadata
         rule = {"delta": True, "scale": shape.dk**-0.5, "eps": 1e-6}
         return partial(KERNELS.recurrent, *keys, values, gates, states, metadata, **rule)
 

@@ -32,7 +32,6 @@ from tinyspec import Engine, UnsupportedModelError
 from tinyspec.config import STATE_TILE
 from tinyspec.model.recurrent import DELTA, MAMBA2
 
-TILE = STATE_TILE
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
 PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
 REQUESTS = [(prompt, greedy(24)) for prompt in PROMPTS]
@@ -89,11 +88,11 @@ def test_rolled_back_at_every_offset(subject, page_size, wrong):
         assert stats.cached_prompt_tokens
         for record in engine.trace.passes():
             ends |= {
-                (work.start + 1 + work.accepted) % TILE
+                (work.start + 1 + work.accepted) % STATE_TILE
                 for work in record.works
                 if work.kind == "verify"
             }
-    assert {TILE - 2, TILE - 1, 0, 1, 2} <= ends
+    assert {STATE_TILE - 2, STATE_TILE - 1, 0, 1, 2} <= ends
 
 
 def test_control_a_state_that_is_lost(subject):
