@@ -72,7 +72,7 @@ def _tiles_of(cache: Tensor, plan: TileCall, dtype: torch.dtype) -> Tensor:
     """The tiles of K or V, [T, Hkv, keys, D]: a view where they are dense, else gathered."""
     heads, dim = cache.shape[2:]
     if plan.span is not None:
-        tiles = cache.view(-1, TILE, heads, dim)[slice(*plan.span)]
+        tiles = cache.view(-1, TILE, heads, dim)[plan.span]
     elif plan.tiles.dim() == 1:
         tiles = cache.view(-1, TILE, heads, dim).index_select(0, plan.tiles)
     else:

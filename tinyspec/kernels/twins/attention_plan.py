@@ -141,7 +141,7 @@ class TileCall:
     mask:   [T, 1, queries, keys] fp32, 0 or MASKED.
     keys:   how many keys of every tile are attended to.
     tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
-    span:   where the tiles are dense in the cache, the range of them.
+    span:   where the tiles are dense in the cache, or every so many of them are, which those are.
     depths: indices of the blocks' first tiles, of their second tiles, and so on.
     """
 
@@ -154,7 +154,7 @@ class TileCall:
     mask: Tensor
     keys: int
     tiles: Tensor
-    span: tuple[int, int] | None
+    span: slice | None
     depths: list[slice | Tensor]
 
 
@@ -286,9 +286,9 @@ def _layout(
     pairs = [(b, shapes[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
     tiles, span, index = _find_tiles(shapes, pairs, page_size, queries)
     if span is not None:
-        # A tile of the range that no block has gets the first block's rows; its result is not read.
+        # A tile of the span that no block has gets the first block's rows; its result is not read.
         at = dict(zip(index, pairs, strict=True))
-        pairs = [at.get(place, pairs[0]) for place in range(span[1] - span[0])]
+        pairs = [at.get(place, pairs[0]) for place in range(max(index) + 1)]
 
     owners = [b for b, _ in pairs] if len(shapes) > 1 else [0]
     height = -(-queries // group)
@@ -329,7 +329,7 @@ def _results(
 
 def _find_tiles(
     blocks: Sequence[BlockShape], pairs: list[tuple[int, int]], page_size: int, queries: int
-) -> tuple[Tensor, tuple[int, int] | None, list[int]]:
+) -> tuple[Tensor, slice | None, list[int]]:
     """``TileCall.tiles`` and ``TileCall.span`` for tiles (block, number), and where each of them is
     in the call."""
     every = list(range(len(pairs)))
@@ -337,12 +337,15 @@ def _find_tiles(
         return _slots(blocks, pairs, page_size), None, every
     ratio = page_size // TILE
     places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
-    low, high = min(places), max(places) + 1
+    low, high = min(places), max(places)
+    # Sequences of as many pages reach each of their tiles by even steps.
+    step = math.gcd(*(place - low for place in places)) or 1
     # For few query rows it is cheaper to multiply tiles that nobody needs than to copy the others.
     most = 2.5 * len(places) if queries <= QUERY_UNIT else len(places)
-    if high - low > most or len(set(places)) < len(places):
+    if (high - low) // step >= most or len(set(places)) < len(places):
         return integers(places), None, every
-    return integers(places), (low, high), [place - low for place in places]
+    span = slice(low, high + 1, step)
+    return integers(places), span, [(place - low) // step for place in places]
 
 
 def _slots(blocks: Sequence[BlockShape], pairs: list[tuple[int, int]], page_size: int) -> Tensor:
