@@ -17,7 +17,7 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism import attention_probe, contract, model_probe, proof
-from tinyspec.determinism.contract import Ladder
+from tinyspec.determinism.contract import PROOF_PASSES, Ladder, proof_seconds
 from tinyspec.determinism.results import BucketResult, ProbeResults, Unsound
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
@@ -131,7 +131,9 @@ def test_what_a_first_token_waits_for(monkeypatch):
 def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
     """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16; one that takes long
     waits for a request that has run for long, and the log says so once."""
-    monkeypatch.setattr(contract, "proof_seconds", lambda results, _: 10 * results.buckets[0].proof)
+    monkeypatch.setattr(
+        contract, "proof_seconds", lambda results, *_: 10 * results.buckets[0].proof
+    )
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
 
@@ -152,6 +154,16 @@ def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
         assert first_proof(1.0, 10) == (pytest.approx(10 * contract.PATIENCE, abs=near), 16)
     (line,) = caplog.messages
     assert "16 rows" in line and "warm_up" in line
+
+
+def test_what_a_proof_takes_is_told_by_passes_and_other_proofs():
+    """The reference's own, which also finds what others go by, had each look too dear for ever."""
+    buckets = Buckets(64, 32, (16, 32, 64))
+    buckets.learn([32], {16: 1.0, 32: 2.0, 64: 4.0})
+    results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=1000.0),))
+    assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES
+    results = results.with_bucket(BucketResult(16, True, (), 1.0, proof=PROOF_PASSES + 7.0))
+    assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES + 7
 
 
 def test_what_shows_most_is_looked_for_once_while_modules_stay(monkeypatch, no_results_on_disk):
