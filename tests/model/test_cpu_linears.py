@@ -53,6 +53,7 @@ def quick(monkeypatch, no_results_on_disk):
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(linears, "MKL_ELEMENTS", 1)
+    monkeypatch.setattr(linears, "TRANSPOSED_ELEMENTS", 1)
     return calls
 
 
@@ -115,6 +116,14 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
     for fact in report.facts.buckets:
         assert bool(fact.own_way) >= (fact.canonical and fact.rows in KINDS[dtype][1])
         assert fact.canonical or fact.rows < 24
+
+
+def test_small_weights_run_by_torch_in_fast_mode():
+    """In 16 bits, where the transposed product is slower, and at no row count in another way."""
+    for outputs, own in ((383, True), (1024, False)):
+        linear = standing_in(nn.Linear(128, outputs, dtype=torch.bfloat16), TransposedLinear)
+        found = [linear.fast_product(rows) for rows in (1, TRANSPOSED_ROWS)]
+        assert found == [linear.default if own else None] * 2
 
 
 @pytest.mark.crossed(3)

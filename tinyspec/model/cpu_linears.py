@@ -76,7 +76,9 @@ COMPARED_ROWS = 2, 4, 9, 16, 32
 # Where the transposed product is faster in bf16 with AMX, as torch's default packs the weight in
 # every call: 43 layers of 131,000 to 4 million took 2.7, 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16,
 # 24 rows, transposed 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model of them gained 13, 9, 8, 5 and 1 %.
-TRANSPOSED_ROWS = 16
+# Of fewer elements it is slower: 40 layers of 49,000 took 31 to 33 us each at 1 to 8 rows,
+# transposed 32 to 35; of 131,000 as long both ways.
+TRANSPOSED_ROWS, TRANSPOSED_ELEMENTS = 16, 1 << 17
 # From so many elements on oneDNN transposes a matrix faster: 1408 by 64, 512 by 512, 8192 by 64
 # and 1408 by 512 took torch 44, 123, 306 and 453 us, oneDNN 60, 100, 163 and 237.
 REORDERED_ELEMENTS = 1 << 18
@@ -187,7 +189,8 @@ class TransposedLinear(CpuLinear):
     """bf16, by the transposed product, weight times rows."""
 
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        return self.default if rows > TRANSPOSED_ROWS else None
+        few = rows <= TRANSPOSED_ROWS and self.weight.numel() >= TRANSPOSED_ELEMENTS
+        return None if few else self.default
 
     def product(self, x: Tensor) -> Tensor:
         return self._with_bias(x, self._weight_first)
