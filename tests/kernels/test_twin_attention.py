@@ -63,13 +63,22 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, step=0, exact=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tiles_with_holes_between_them(dtype, shape):
-    """Dense in the cache but for what is another's, and of one tile each: where there is but one KV
-    head, too."""
+    """Dense in the cache or at even steps, but for what is another's, and of one tile each: where
+    there is but one KV head, too."""
     chosen = [(1, 5), (2, 5), (3, 5), (0, 1)]
     scattered = run(dtype, shape, chosen, {})
-    for step in (1, 2):
+    for step in (1, 2, 3):
         found = run(dtype, shape, chosen, {}, step=step)
         assert all(map(torch.equal, found, scattered))
+
+
+def test_tiles_at_even_steps_are_read_where_they_are():
+    """As those of sequences with as many pages each."""
+    blocks = [attention_plan.BlockShape(n, 1, 0, 1, (5 + 3 * n,)) for n in range(4)]
+    pairs = [(n, 0) for n in (2, 0, 1, 3)]
+    for queries in (4, 192):
+        _, span, index = attention_plan._find_tiles(blocks, pairs, 128, queries)
+        assert (span, index) == (slice(5, 15, 3), [2, 0, 1, 3])
 
 
 def assert_right(out, sequence, first, scores):
