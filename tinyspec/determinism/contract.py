@@ -51,7 +51,8 @@ EVERY = 4
 # A proof of more seconds than SHORT waits for ``warm_up``, unless deterministic requests have run
 # for PATIENCE times as long.
 SHORT, PATIENCE = 2.0, 20
-# Passes of a bucket that its proof takes: 2 to 3 of 48 to 2048 rows in a model of 43 linears.
+# Passes of a bucket that its proof takes: 3 to 1.2 of 48 to 2048 rows in a model of 43 linears,
+# more of fewer rows.
 PROOF_PASSES = 3
 
 

@@ -69,7 +69,7 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _tiles_of(cache: Tensor, plan: TileCall, dtype: torch.dtype) -> Tensor:
-    """The tiles of K or V, [T, Hkv, keys, D]: a view where they are dense, else gathered."""
+    """The tiles of K or V, [T, Hkv, keys, D]: a view if they lie at even steps, else gathered."""
     heads, dim = cache.shape[2:]
     if plan.span is not None:
         tiles = cache.view(-1, TILE, heads, dim)[plan.span]

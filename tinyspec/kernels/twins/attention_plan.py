@@ -128,7 +128,7 @@ class BlockShape(NamedTuple):
 @dataclass
 class TileCall:
     """One flash-attention call: blocks padded to the same height, most tiles first. Its tiles are
-    ordered by depth, then by block, or, where they are dense in the cache, as they lie there.
+    ordered by depth, then by block, or, where they lie at even steps, as in the cache.
 
     queries: query rows of every block in each of the call's heads.
     height: pass rows that a block's query rows are taken from; a short block repeats its last row.
@@ -141,7 +141,7 @@ class TileCall:
     mask:   [T, 1, queries, keys] fp32, 0 or MASKED.
     keys:   how many keys of every tile are attended to.
     tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
-    span:   where the tiles are dense in the cache, or every so many of them are, which those are.
+    span:   where the tiles are most of those at even steps in the cache: all of these.
     depths: indices of the blocks' first tiles, of their second tiles, and so on.
     """
 
@@ -338,7 +338,7 @@ def _find_tiles(
     ratio = page_size // TILE
     places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
     low, high = min(places), max(places)
-    # Sequences of as many pages reach each of their tiles by even steps.
+    # More than 1 where sequences have as many pages each, and all are in the n-th of them.
     step = math.gcd(*(place - low for place in places)) or 1
     # For few query rows it is cheaper to multiply tiles that nobody needs than to copy the others.
     most = 2.5 * len(places) if queries <= QUERY_UNIT else len(places)
