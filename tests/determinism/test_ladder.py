@@ -157,7 +157,7 @@ def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
 
 
 def test_what_a_proof_takes_is_told_by_passes_and_other_proofs():
-    """The reference's own, which also finds what others go by, had each look too dear for ever."""
+    """Not by the reference's own, which also finds what others go by: none was ever repaid."""
     buckets = Buckets(64, 32, (16, 32, 64))
     buckets.learn([32], {16: 1.0, 32: 2.0, 64: 4.0})
     results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=1000.0),))

@@ -9,8 +9,8 @@ hardly ever depend on how many there are, while torch's default splits its sums 
 
 Both define canonical bits: the fingerprint names the classes. In passes that are not canonical
 (*fast mode*) the fastest operator serves any row count: the same product with its operands swapped,
-whatever bits it has, or torch's default: for few rows in fp32 (MKL, on an Intel CPU), for many in
-bf16.
+whatever bits it has, or torch's default: for few rows in fp32 (MKL, on an Intel CPU), for many and
+for small weights in bf16.
 
 What a pass frees, glibc's heap keeps for the next one (``keep_freed_memory``).
 """
@@ -189,8 +189,8 @@ class TransposedLinear(CpuLinear):
     """bf16, by the transposed product, weight times rows."""
 
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        few = rows <= TRANSPOSED_ROWS and self.weight.numel() >= TRANSPOSED_ELEMENTS
-        return None if few else self.default
+        large = self.weight.numel() >= TRANSPOSED_ELEMENTS
+        return None if large and rows <= TRANSPOSED_ROWS else self.default
 
     def product(self, x: Tensor) -> Tensor:
         return self._with_bias(x, self._weight_first)
