@@ -70,19 +70,10 @@ def test_bits_on_the_triton_path(kind, monkeypatch):
     assert walk.contract_of(tiny(kind).bfloat16(), 40, config) in walk.allowed(TABLE[kind][1])
 
 
-@pytest.mark.parametrize("kind", ["longcat_flash", "phimoe"])
+@pytest.mark.parametrize("kind", ["longcat_flash", "phimoe", "roc_bert"])
 def test_canonical_forwards(kind):
     """Of types that are special there: all others are among the slow tests."""
     assert walk.forward_of(tiny(kind)) == TABLE[kind][2] or not OWN_VERSION
-
-
-def test_canonical_forwards_of_three_draws():
-    """How far rounded gradients are off is a random number, 1.1 to 2.3 times plain's in six draws
-    of these weights on one CPU: in two draws of three it must be at most twice."""
-    found = [walk.forward_of(tiny("roc_bert", seed=seed)) for seed in (None, 1, 2)]
-    wrong = [one for one in found if one != TABLE["roc_bert"][2]]
-    if OWN_VERSION:
-        assert len(wrong) < 2 and all(one.startswith("gradients off") for one in wrong), found
 
 
 def test_experts_of_its_own_are_refused():

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tests.support.judge import padded
 
 Gradients = dict[str, Tensor]
+DRAWS = 3  # of weights at which gradients are compared
 # What may be off in fp32 besides twice as much as plain's: sums of few, equal numbers have no error
 # in one order.
 ROUNDING = 1e-6
@@ -118,14 +119,27 @@ def error(found: Gradients, exact: Gradients) -> float:
 def wrong_gradients(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], run: Callable[[], Sequence[Tensor]]
 ) -> str | None:
-    """What is wrong with the gradients through ``run``, which gives the logits of ``rows``."""
-    plain, exact = twins(model)
-    own = gradients(plain, loss_of(plain_logits(plain, rows), rows))
-    truth = gradients(exact, loss_of(plain_logits(exact, rows), rows))
-    found = gradients(model, loss_of(run(), rows))
-    if missing := own.keys() - found.keys():
-        return f"no gradient of {sorted(missing)}"
-    ours, theirs = error(found, truth), error(own, truth)
+    """What is wrong with the gradients through ``run``, which gives the logits of ``rows``. How far
+    rounded ones are off is a random number: they are taken at several places near the weights."""
+    weights = [p.detach().clone() for p in model.parameters()]
+    noise = torch.Generator().manual_seed(0)
+    ours = theirs = 0.0
+    for _ in range(DRAWS):
+        plain, exact = twins(model)
+        own = gradients(plain, loss_of(plain_logits(plain, rows), rows))
+        truth = gradients(exact, loss_of(plain_logits(exact, rows), rows))
+        found = gradients(model, loss_of(run(), rows))
+        if missing := own.keys() - found.keys():
+            return f"no gradient of {sorted(missing)}"
+        ours += error(found, truth) ** 2
+        theirs += error(own, truth) ** 2
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 2**-8 * torch.randn(p.shape, generator=noise).to(p))
+    with torch.no_grad():
+        for p, weight in zip(model.parameters(), weights, strict=True):
+            p.copy_(weight)
+    ours, theirs = ((x / DRAWS) ** 0.5 for x in (ours, theirs))
     if not ours <= 2 * theirs + ROUNDING:
         return f"gradients off by {ours:.2g}, plain's by {theirs:.2g}"
     return None
