@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from transformers.generation import MaxLengthCriteria
 
 import tinyspec
 from tests.support.budget import first
@@ -28,7 +29,9 @@ from tests.support.judge import (
     pair,
 )
 from tests.support.tiny import VOCAB, tiny
-from tinyspec import generate
+from tinyspec import SamplingParams, generate
+from tinyspec.drop_in import call
+from tinyspec.drop_in.prepare import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 LEFT, LEFT_MASK = BLOCK, MASK
@@ -103,6 +106,43 @@ def test_pads_without_a_mask():
     for other in ([4], [4, 5, 6, 7, 8, 9]):
         assert torch.equal(new([prompt, other]), new([prompt]))
     assert not torch.equal(new(torch.tensor([prompt])), new([prompt])), "of a tensor it is padding"
+
+
+LENGTHS = len({len(row) for row in ROWS})
+# How often ``ROWS`` are prepared with these settings.
+PREPARED = {
+    "new-tokens": ({}, 1),
+    "least-new-tokens": ({"min_new_tokens": 3, "min_length": 9, "eos_token_id": 5}, 1),
+    "sampled": ({"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 1}, 1),
+    "max-length": ({"max_new_tokens": None, "max_length": 40}, LENGTHS),
+    "min-length": ({"min_length": 9, "eos_token_id": 5}, LENGTHS),
+    "criterion": ({"stopping_criteria": [MaxLengthCriteria(NEW + len(ROWS[0]))]}, LENGTHS),
+    "processor": ({"suppress_tokens": [4]}, LENGTHS),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_prompts_of_other_lengths_are_prepared_together(name, monkeypatch):
+    """Where they get the parameters that each has alone."""
+    settings, times = PREPARED[name]
+    model, count = pair()[1], []
+
+    def counted(*args, **kwargs):
+        count.append(args)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(call.prepare, "prepare", counted)
+
+    def params(rows):
+        given = {**BASE, **settings, "input_ids": rows}
+        made = call.Call(model, model.generate, given, SamplingParams(), call.RowSeeds())
+        assert not made.unserved
+        # Processors of each are objects of their own.
+        return [one.resolve(logits_processors=(), stopping_criteria=()) for one in made.params]
+
+    together, found = params(ROWS), len(count)
+    assert together == [one for row in ROWS for one in params([row])]
+    assert found == times
 
 
 def test_a_row_of_one_token_and_a_flat_tensor():

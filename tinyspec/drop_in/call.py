@@ -186,21 +186,25 @@ class Call:
     def _prepare_prompt(
         self, index: int, settings: dict[str, Any], shared: dict[tuple[object, ...], Any]
     ) -> PreparedRequest:
-        """Requests of one length with the same settings share processors, as in transformers."""
+        """Requests of one length with the same settings share processors, as in transformers; of
+        any length where no processor is called."""
         prompt = self.prompts.each[index]
         if len(prompt) == 0:
             raise refuse(f"input_ids[{index}]", [], "at least one token for each prompt")
         # Objects are compared by identity, numbers and text by value.
         items = _without(settings, ADDED_ARGUMENTS).items()
         values = ((n, v if isinstance(v, (bool, int, float, str)) else id(v)) for n, v in items)
-        key = len(prompt), *values
-        prepared: PreparedRequest | None = shared.get(key)
+        alike = tuple(values)
+        key = len(prompt), *alike
+        prepared: PreparedRequest | None = shared.get(alike) or shared.get(key)
         if prepared is None:
             given = self._original, prompt, self._model.device, _without(settings, ADDED_ARGUMENTS)
             prepared = prepare.prepare(*given, silent=bool(shared))
             assistant = self.arguments.get("assistant_model")
             self.unserved += served.unserved_settings(prepared.config, assistant)
-            if not any(isinstance(p, prepare.OF_PROMPT) for p in prepared.processors):
+            if prepared.fits_any_length:
+                shared[alike] = prepared
+            elif not any(isinstance(p, prepare.OF_PROMPT) for p in prepared.processors):
                 shared[key] = prepared
         return prepared
 

@@ -119,7 +119,7 @@ def _depth(value: Any) -> int:
 class PreparedRequest:
     """What transformers' ``generate`` made of the arguments for one request.
 
-    input_ids [1, L]: without what is given as embeddings. users: those of ``processors`` that are
+    input_ids [1, L]: without what is given as embeddings. users: processors and criteria that are
     the user's.
     """
 
@@ -134,6 +134,17 @@ class PreparedRequest:
         """Token ids that end the request."""
         ids = [c.eos_token_id.tolist() for c in self.criteria if type(c) is EosTokenCriteria]
         return [token for some in ids for token in some]
+
+    @property
+    def fits_any_length(self) -> bool:
+        """Whether ``params`` are those of prompts of any length: they count new tokens alone, and
+        nothing is called."""
+        config = self.config
+        counted = config.max_new_tokens is not None
+        counted &= config.min_new_tokens is not None or not config.min_length
+        plain = all(type(p) in _PARAMETERS for p in self.processors)
+        ends = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in self.criteria)
+        return counted and plain and ends and not self.users
 
     @property
     def pad(self) -> int | None:
@@ -228,8 +239,8 @@ def prepare(
             f"cannot serve it with transformers {transformers.__version__}: unpatch the model"
         )
     config, processors, criteria, input_ids = (prepared[name] for name in names)
-    users = settings.get("logits_processor")
-    users = list(users) if isinstance(users, (list, tuple)) else []
+    given = (settings.get(name) for name in ("logits_processor", "stopping_criteria"))
+    users = [one for some in given if isinstance(some, (list, tuple)) for one in some]
     return PreparedRequest(config, list(processors), list(criteria), input_ids, users)
 
 
