@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
+from tinyspec.serve.guard import Failure
 from tinyspec.serve.replies import TokenTexts
 from tinyspec.tools.demo import BUNDLED
 
@@ -213,6 +214,33 @@ def test_small_endpoints(served, client):
     asked = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
     assert served.post(CHAT, **asked).json()["prompt_token_ids"] == chat["tokens"]
     assert chat["count"] == len(chat["tokens"])
+
+
+ASKED = {
+    "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 1}),
+    "stream": (CHAT, {"messages": MESSAGES, "max_tokens": 1, "stream": True}),
+    "refused": (CHAT, {"messages": []}),
+    "no model": (COMPLETIONS, {"prompt": PROMPT, "model": "another"}),
+    "health": ("/health", None),
+    "metrics": ("/metrics", None),
+    "no page": ("/v1/models/another", None),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_the_document_names_the_answer(served, kind):
+    """Its status and content type, and what an error looks like."""
+    path, body = ASKED[kind]
+    document = httpx.get(f"{served.url}/openapi.json").json()
+    answer = httpx.get(served.url + path) if body is None else served.post(path, **body)
+    (operation,) = document["paths"][path.replace("/another", "/{name}")].values()
+    status = "200" if answer.status_code == 200 else f"{answer.status_code // 100}XX"
+    described = operation["responses"][status].get("content", {})
+    given = answer.headers.get("content-type", "").partition(";")[0]
+    assert given in described if answer.content else not described
+    if status == "4XX":
+        assert described[given]["schema"] == {"$ref": "#/components/schemas/Failure"}
+        assert Failure.model_validate(answer.json()).error.message
 
 
 def test_metrics(served):

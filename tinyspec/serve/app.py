@@ -27,7 +27,7 @@ from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
 from tinyspec.runner.processors import GAVE_UP
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.serve.guard import HANDLED, AsciiJSON, Guard, answer_error, failure
+from tinyspec.serve.guard import HANDLED, AsciiJSON, Failure, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
 from tinyspec.serve.protocol import (
     AuditRequest,
@@ -50,6 +50,12 @@ REPLIES: dict[Any, type[Reply]] = {
     CompletionRequest: CompletionReply,
     ResponsesRequest: ResponsesReply,
 }
+
+# What the OpenAPI document says of answers besides JSON with status 200.
+Described = dict[int | str, dict[str, Any]]
+FAILURES: Described = {"4XX": {"model": Failure}, "5XX": {"model": Failure}}
+STREAMS: Described = {200: {"content": {"text/event-stream": {}}}}
+PAGE: Described = {200: {"content": {"text/plain": {}}}}
 
 
 def characters(prompt: Any) -> int:
@@ -323,20 +329,20 @@ def create_app(
     allowed, also for an engine without a tokenizer.
     """
     server = Server(engine, model, deterministic, timeout)
-    app = FastAPI(title="tinyspec", default_response_class=AsciiJSON)
+    app = FastAPI(title="tinyspec", default_response_class=AsciiJSON, responses=FAILURES)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, body_seconds=body_seconds)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMS)
     async def chat(body: ChatRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=STREAMS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
@@ -353,11 +359,11 @@ def create_app(
         server.check_model(name)
         return server.card
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         return Response(status_code=200 if engine.alive else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=PAGE)
     async def metrics() -> Response:
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
 

@@ -13,7 +13,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,6 +39,12 @@ HANDLED = (  # Python 3.10 has two TimeoutErrors
     *(RequestValidationError, HTTPException, ClientDisconnect, ValueError, TinyspecError),
     *(TimeoutError, asyncio.TimeoutError, Exception),
 )
+
+
+class Failure(BaseModel):
+    """What an error is answered with."""
+
+    error: ErrorObject
 
 
 class AsciiJSON(JSONResponse):
