@@ -191,8 +191,8 @@ def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     with other_weights({}, runner.model):
         before = served.marks()
         recorder = record(runner, probe, token_sets(runner.vocab_size, rows)[-1])
-        now = dict(served.marks())
-    refuse_written({name for name, mark in before if now.get(name, mark) != mark})
+        written = served.written_since(before)
+    refuse_written(written)
     return recorder
 
 

@@ -27,6 +27,10 @@ ATTENTION_CHOICE = "_attn_implementation_internal"
 COUNTED = (bool, int, float, str, type(None), Tensor)
 
 
+# Of a tensor in a table of a module, both by their places: its identity, address and version.
+Marks = dict[tuple[int, str], tuple[int, ...]]
+
+
 class Swapped(NamedTuple):
     """A child of a module, and its stand-in."""
 
@@ -96,20 +100,28 @@ class ServedModel:
         named = self.model.named_modules()
         self._marked += [(n, m, "_parameters") for n, m in named if m._parameters and of(m)]
 
-    def marks(self) -> list[tuple[str, object]]:
-        """By name, what changes when a buffer is written to or replaced."""
-        return [
-            (f"{name}.{key}", (id(held), *trace(held)))
-            for name, module, table in self._marked
+    def marks(self) -> Marks:
+        """What changes when a buffer is written to or replaced."""
+        return {
+            (n, key): (id(held), *trace(held))
+            for n, (_, module, table) in enumerate(self._marked)
             for key, held in vars(module)[table].items()
             if held is not None and not is_packed(held)
-        ]
+        }
 
-    def keep_apart(self, before: list[tuple[str, object]]) -> None:
+    def written_since(self, before: Marks) -> set[str]:
+        """Names of buffers that were written to since these were the ``marks``."""
+        if (now := self.marks()) == before:
+            return set()
+        changed = (place for place, mark in before.items() if now.get(place, mark) != mark)
+        return {f"{self._marked[n][0]}.{key}" for n, key in changed}
+
+    def keep_apart(self, before: Marks) -> None:
         """After a pass, with the ``marks`` before it: modules whose buffers it wrote to have some
         of their own from now on."""
-        now = dict(self.marks())
-        found = {name for name, mark in before if now.get(name, mark) != mark} - self.written
+        found = self.written_since(before) - self.written
+        if not found:
+            return
         apart = {each.rpartition(".")[0] for each in found}
         for name, module, table in self._marked:
             if name in apart:
@@ -117,8 +129,7 @@ class ServedModel:
                 self._shared.append((module, table, shared))
                 vars(module)[table] = {key: _clone(held) for key, held in shared.items()}
         self.written |= found
-        if found:
-            self.outline.follow_weights()
+        self.outline.follow_weights()
 
     def follow_weights(self) -> None:
         """Take the weights as they are now: what was computed from buffers is computed again."""

@@ -57,7 +57,9 @@ class Scores:
 
     def __init__(self, raw: Tensor, places: Array):
         self.raw, self.places = raw, places
-        self.own = raw.index_select(0, to_device(places, raw.device)).float()
+        whole = len(places) == len(raw)
+        own = raw if whole else raw.index_select(0, to_device(places, raw.device))
+        self.own = own.to(torch.float32, copy=whole)
 
     def row(self, place: int) -> Tensor:
         """[1, V]"""
@@ -66,13 +68,21 @@ class Scores:
             return self.own[at : at + 1]
         return self.raw[place : place + 1]
 
-    def exclude(self, tokens: list[tuple[int, int]]) -> None:
-        """By place, one of ``places``, and id; ids beyond V are none."""
-        found = [(place, token) for place, token in tokens if token < self.own.shape[1]]
-        if found:
-            at, ids = np.array(found).T
-            at = self.places.searchsorted(at)
-            self.own[to_device(at, self.own.device), to_device(ids, self.own.device)] = -torch.inf
+    def exclude(self, tokens: Mapping[int, tuple[int, ...]]) -> None:
+        """Ids of some rows, by the place of each, which is one of ``places``; ids beyond V are
+        none."""
+        sharing: dict[tuple[int, ...], list[int]] = {}
+        for place, ids in tokens.items():
+            sharing.setdefault(ids, []).append(place)
+        count, size = self.own.shape
+        for ids, places in sharing.items():
+            known = np.array([token for token in ids if token < size], np.int64)
+            columns = to_device(known, self.own.device)
+            if len(places) == count:
+                self.own.index_fill_(1, columns, -torch.inf)
+            else:
+                at = to_device(self.places.searchsorted(places), self.own.device)
+                self.own[at[:, None], columns] = -torch.inf
 
 
 @dataclass
@@ -140,7 +150,7 @@ def process(
     left: dict[int, Iterator[Processor]] = {}
     early = [n for n in places if special[n].early and special[n].grammar is None]
     # No bias and no penalty makes anything else of -inf.
-    scores.exclude([(n, token) for n in early for token in special[n].params.stop_ids])
+    scores.exclude({n: special[n].params.stop_ids for n in early})
     places = [n for n in places if special[n].params.changes_logits]
     for n in places:
         row, own = special[n], scores.row(n)[0]

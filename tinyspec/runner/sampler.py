@@ -181,7 +181,8 @@ class Sampler:
             columns = _columns(batch, batch.temperature)
             return Sampling(*self._drawn(raw, columns, batch.logprobs))
         processed = [n for n, row in batch.special.items() if row.processed]
-        scores = Scores(raw, np.union1d(filtered, processed) if processed else filtered)
+        places = np.array(sorted({*filtered.tolist(), *processed}), np.int64)
+        scores = Scores(raw, places)
         errors = process(scores, batch.special, processed, batch.together)
         temperature = batch.temperature
         if len(filtered):

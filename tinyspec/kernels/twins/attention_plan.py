@@ -199,8 +199,10 @@ def plan_calls(
     least: int,
     unit: int,
     kept: dict[Any, Any] | None = None,
+    exact: bool = True,
 ) -> list[TileCall]:
-    """Calls for ``blocks``, each block padded to ``padded_queries``.
+    """Calls for ``blocks``, each block padded to ``padded_queries``, or short prompts, where bits
+    need not be ``exact``, all to those of the longest.
 
     group: query heads that share a head of the call, of which there are ``parts``. unit: where
     blocks have one tile, the keys behind all contexts are left out in units of so many. kept: what
@@ -208,6 +210,9 @@ def plan_calls(
     """
     kept = {} if kept is None else kept
     heights = {block.rows: padded_queries(block.rows, group, least) for block in blocks}
+    begin = {b.rows for b in blocks if b.position == 0 and b.rows > 1 and not exact}
+    if short := {rows for rows in begin if heights[rows] <= QUERY_UNIT}:
+        heights |= dict.fromkeys(short, heights[max(short)])
     batches: list[list[Block]] = []
     size = 0
     for block in sorted(blocks, key=lambda b: (heights[b.rows], -b.num_tiles)):
