@@ -198,8 +198,7 @@ class Contract:
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
         self._weights_digest = None
-        self._served.follow_weights()
-        if (found := layouts(self._model)) != self._layouts:
+        if self._served.follow_weights() and (found := layouts(self._model)) != self._layouts:
             self._layouts = found
             self._forget()
 

@@ -143,7 +143,7 @@ class Outline:
         _count_steps()
         self.root = root
         self._structure = _Structure(root)
-        self.follow_weights()
+        self._take_weights()
 
     def changed(self) -> Change | None:
         """What differs, or None."""
@@ -163,8 +163,15 @@ class Outline:
             self._structure = now  # settings that callers change, as they are now
         return what
 
-    def follow_weights(self) -> None:
-        """Compare with the weights as they are now."""
+    def follow_weights(self) -> bool:
+        """Compare with the weights as they are now; whether more than their numbers changed."""
+        if not (self._packed or self.uncounted) and self._same_tensors():
+            self._numbers = self._count_writes()
+            return False
+        self._take_weights()
+        return True
+
+    def _take_weights(self) -> None:
         modules = self._structure.modules
         tables = [table for m in modules for table in (m._parameters, m._buffers)]
         self._weights = [table.values() for table in tables]
@@ -178,30 +185,37 @@ class Outline:
         self._counted = [x for x in every if id(x) not in known]
         self._refs = [StorageWeakRef(x.untyped_storage()) for x in self._counted]
         self._storages = list({ref.cdata for ref in self._refs})
-        self._traces = self._trace()
+        self._lies, self._numbers = self._lie(), self._count_writes()
 
-    def _trace(self) -> list[list[Any]]:
+    def _lie(self) -> list[list[Any]]:
         counted = self._counted
         return [
             list(map(_ADDRESS, counted)),
-            list(map(_VERSION, counted)),
             list(map(_SHAPE, counted)),
             list(map(Tensor.stride, counted)),
             list(map(_ASKS, counted)),
+        ]
+
+    def _count_writes(self) -> list[list[Any]]:
+        return [
+            list(map(_VERSION, self._counted)),
             list(map(trace, self._packed)),
             list(map(checksum, self.uncounted)),
             list(map(_steps.__getitem__, self._storages)),
         ]
 
-    def _same_weights(self) -> bool:
+    def _same_tensors(self) -> bool:
         held = list(chain.from_iterable(self._weights))
         return (
             len(held) == len(self._tensors)
             and all(map(is_, held, self._tensors))
-            and self._traces == self._trace()
+            and self._lies == self._lie()
             # An address is the same tensor's only as long as its memory was not freed.
             and not any(map(torch.UntypedStorage._expired, self._storages))
         )
+
+    def _same_weights(self) -> bool:
+        return self._same_tensors() and self._numbers == self._count_writes()
 
 
 def _form(x: Tensor | None) -> object:

@@ -131,17 +131,19 @@ class ServedModel:
         self.written |= found
         self.outline.follow_weights()
 
-    def follow_weights(self) -> None:
-        """Take the weights as they are now: what was computed from buffers is computed again."""
+    def follow_weights(self) -> bool:
+        """Take the weights as they are now: what was computed from buffers is computed again.
+        Returns whether more than numbers changed."""
         while self._shared:  # perhaps passes write no more
             module, table, shared = self._shared.pop()
             vars(module)[table] = shared
         self.written.clear()
-        self.outline.follow_weights()
+        others = self.outline.follow_weights()
         repack_weights(self.model, self.model.dtype)
         for module in self.model.modules():
             if isinstance(module, RopeTable):
                 module.renew()
+        return others
 
     def counters(self) -> set[str]:
         """Names of attributes that passes have changed, which are no settings."""
