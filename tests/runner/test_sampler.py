@@ -199,6 +199,7 @@ KINDS = (
     {"top_logprobs": 3, "logprobs_mode": "raw"},
     {"repetition_penalty": 1.3, "logprobs": True},
     {"min_new_tokens": 5, "stop_token_ids": (3, 50, 90)},
+    {"min_new_tokens": 4, "stop_token_ids": (7, 90, 1000)},
     {"logits_processors": (halve,), "logprobs": True},
 )
 

@@ -62,9 +62,3 @@ def assert_as_good_as_torch(out: Tensor, same_dtype: Tensor, exact: Tensor) -> N
     allowed = (same_dtype.double() - exact.double()).abs().max().item()
     floor = 2 * torch.finfo(torch.float32).eps * max(1.0, exact.abs().max().item())
     assert error <= 2 * allowed + floor, f"error {error:.3e}, torch's {allowed:.3e}"
-
-
-def norm_as_good_as_torch(out: Tensor, allowed: Tensor, exact: Tensor) -> bool:
-    """The same rule for the 2-norm of many rows; ``allowed`` is that of torch's own error."""
-    floor = torch.finfo(out.dtype).eps * exact.norm()
-    return bool((out.double() - exact).norm() <= 2 * max(allowed, floor))

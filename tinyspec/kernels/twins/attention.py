@@ -356,8 +356,7 @@ def paged_attention(
         cuts = not softcap and cut_keeps_bits(q.dtype, q.shape[2], least)
         unit = KEYS_UNIT if cuts else TILE
         given = blocks, metadata.page_size, causal, group, kv_heads
-        how: Any = {"kept": metadata.kept, "exact": metadata.exact}
-        derived[key] = plan_calls(*given, least=least, unit=unit, **how)
+        derived[key] = plan_calls(*given, least=least, unit=unit, kept=metadata.kept)
     for tiles in derived[key]:
         scores: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "lse": lse}
         part = attend_tiles(q, k_cache, v_cache, tiles, group=group, **scores)

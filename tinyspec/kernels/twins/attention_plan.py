@@ -199,10 +199,9 @@ def plan_calls(
     least: int,
     unit: int,
     kept: dict[Any, Any] | None = None,
-    exact: bool = True,
 ) -> list[TileCall]:
-    """Calls for ``blocks``, each block padded to ``padded_queries``, or short prompts, where bits
-    need not be ``exact``, all to those of the longest.
+    """Calls for ``blocks``, each block padded to ``padded_queries``, or short prompts to those of
+    the longest of them: one call is faster than several.
 
     group: query heads that share a head of the call, of which there are ``parts``. unit: where
     blocks have one tile, the keys behind all contexts are left out in units of so many. kept: what
@@ -210,7 +209,7 @@ def plan_calls(
     """
     kept = {} if kept is None else kept
     heights = {block.rows: padded_queries(block.rows, group, least) for block in blocks}
-    begin = {b.rows for b in blocks if b.position == 0 and b.rows > 1 and not exact}
+    begin = {block.rows for block in blocks if block.position == 0 and block.rows > 1}
     if short := {rows for rows in begin if heights[rows] <= QUERY_UNIT}:
         heights |= dict.fromkeys(short, heights[max(short)])
     batches: list[list[Block]] = []
