@@ -52,7 +52,7 @@ def quick(monkeypatch, no_results_on_disk):
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(linears, "MKL_ELEMENTS", 1)
+    monkeypatch.setattr(linears, "SMALL_ELEMENTS", 0)
     monkeypatch.setattr(linears, "TRANSPOSED_ELEMENTS", 1)
     return calls
 

@@ -56,7 +56,11 @@ def keep_freed_memory() -> bool:
 # by 1408 took MKL 117, 138, 225, 316 and 458, oneDNN 142, 227, 220, 250 and 274; alone and with two
 # threads MKL 52, 52, 72, 93 and 110, oneDNN 76, 105, 103, 118 and 125.
 MKL_ROWS, FEW_MKL_ROWS = 12, 2
-MKL_ELEMENTS, MKL_SHARE = 1 << 16, 1 << 19
+MKL_SHARE = 1 << 19
+# And where the weight is so small that what oneDNN does before each product takes longest: alone on
+# two threads 128 by 128 took MKL 8, 11 and 14 us at 8, 32 and 56 rows, oneDNN 28, 32 and 34; 256 by
+# 256 MKL 15, 28 and 40, oneDNN 39, 50 and 63; 896 by 128 MKL 29, 53 and 61, oneDNN 49, 74 and 86.
+SMALL_MKL_ROWS, SMALL_ELEMENTS = 64, 1 << 17
 # Where oneDNN is faster with the weight as its first operand, transposing the result included, as
 # its time is that of whole vectors of rows. In the same model 512 by 1408 took 250, 306, 321, 371
 # and 452 us at 8, 12, 16, 24 and 32 rows, swapped 252, 274, 286, 455 and 431; 1408 by 512 took 237,
@@ -93,9 +97,10 @@ def cpu_has(name: str) -> bool:
 
 def _mkl_rows(elements: int) -> int:
     """Rows up to which MKL is faster for an fp32 weight."""
-    mkl = cpu_has("GenuineIntel") and torch.backends.mkl.is_available()
-    if not mkl or elements < MKL_ELEMENTS:
+    if not (cpu_has("GenuineIntel") and torch.backends.mkl.is_available()):
         return 0
+    if elements < SMALL_ELEMENTS:
+        return SMALL_MKL_ROWS
     return MKL_ROWS if elements <= MKL_SHARE * torch.get_num_threads() else FEW_MKL_ROWS
 
 

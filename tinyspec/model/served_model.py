@@ -25,8 +25,6 @@ from tinyspec.model.torch_state import Autocast
 ATTENTION_CHOICE = "_attn_implementation_internal"
 # Of attributes that a pass may count with or keep.
 COUNTED = (bool, int, float, str, type(None), Tensor)
-
-
 # Of a tensor in a table of a module, both by their places: its identity, address and version.
 Marks = dict[tuple[int, str], tuple[int, ...]]
 
