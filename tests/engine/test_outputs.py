@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.support.tiny import VOCAB, config_of, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, audit
 from tinyspec.determinism.fingerprint_parts import differences, text_digest
-from tinyspec.engine.results import TextStream
+from tinyspec.engine.results import TextStream, output_of
 from tinyspec.outputs import Completion, CompletionStats, RequestOutput, StreamEvent
 from tinyspec.tools.demo import BUNDLED
 
@@ -159,16 +159,23 @@ BABBLE = SamplingParams(
 
 def test_a_stream_holds_what_outputs_hold(engine):
     """Piece by piece, random bytes and broken characters included; a server sends what the output
-    tells of the request with the first piece."""
+    tells of the request with the first piece. Deterministic ones are those of another call."""
     given = [[5, 6, 7] * 100, [8], [9, 10] * 9]
     wanted = [
         BABBLE,
         replace(BABBLE, deterministic=False),
         replace(BABBLE, seed=9, top_logprobs=2, prompt_logprobs=True),
     ]
-    outputs = engine.generate(given, wanted)
+    before = engine.generate(given, wanted)
     stream = engine.stream(given, wanted)
     events = list(stream)
+    outputs = [output_of(request, engine.tokenizer) for request in stream.requests]
+    for one, other in zip(before, outputs, strict=True):
+        same = all(
+            (a.token_ids, a.logprobs, a.text) == (b.token_ids, b.logprobs, b.text)
+            for a, b in zip(one.completions, other.completions, strict=True)
+        )
+        assert same or not one.params.deterministic
     for request, output in zip(stream.requests, outputs, strict=True):
         for sequence, whole in zip(request.sequences, output.completions, strict=True):
             place = request.request_id, sequence.index
