@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.recorded import as_on_a_gpu
 from tinyspec import config
@@ -28,6 +30,31 @@ class Log:
     results: dict[int, set[int]] = field(default_factory=dict)
 
 
+class Undone(TorchDispatchMode):
+    """A block after which all that its operators wrote to is as it was before: a state that moves
+    in place must not move twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for n, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for x in tree_leaves(args[n] if n < len(args) else kwargs.get(argument.name)):
+                if isinstance(x, Tensor):
+                    held = x.untyped_storage()
+                    self.before.setdefault(held._cdata, (held, held.clone()))
+        return func(*args, **kwargs)
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        for held, before in self.before.values():
+            held.copy_(before)
+
+
 class StandIn:
     """work: what was captured. before_replay: called before it is."""
 
@@ -38,7 +65,8 @@ class StandIn:
         self.log.captures += 1
         self.number, self.work = self.log.captures, work
         # Only its shape counts: a capture runs nothing.
-        self.result = torch.full_like(work(), torch.nan)
+        with Undone():
+            self.result = torch.full_like(work(), torch.nan)
         return self.result
 
     def replay(self) -> None:
