@@ -185,9 +185,9 @@ class Outline:
         self._counted = [x for x in every if id(x) not in known]
         self._refs = [StorageWeakRef(x.untyped_storage()) for x in self._counted]
         self._storages = list({ref.cdata for ref in self._refs})
-        self._lies, self._numbers = self._lie(), self._count_writes()
+        self._layouts, self._numbers = self._layouts_now(), self._count_writes()
 
-    def _lie(self) -> list[list[Any]]:
+    def _layouts_now(self) -> list[list[Any]]:
         counted = self._counted
         return [
             list(map(_ADDRESS, counted)),
@@ -209,7 +209,7 @@ class Outline:
         return (
             len(held) == len(self._tensors)
             and all(map(is_, held, self._tensors))
-            and self._lies == self._lie()
+            and self._layouts == self._layouts_now()
             # An address is the same tensor's only as long as its memory was not freed.
             and not any(map(torch.UntypedStorage._expired, self._storages))
         )

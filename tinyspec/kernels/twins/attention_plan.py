@@ -209,8 +209,8 @@ def plan_calls(
     """
     kept = {} if kept is None else kept
     heights = {block.rows: padded_queries(block.rows, group, least) for block in blocks}
-    begin = {block.rows for block in blocks if block.position == 0 and block.rows > 1}
-    if short := {rows for rows in begin if heights[rows] <= QUERY_UNIT}:
+    prompts = {block.rows for block in blocks if block.position == 0 and block.rows > 1}
+    if short := [rows for rows in prompts if heights[rows] <= QUERY_UNIT]:
         heights |= dict.fromkeys(short, heights[max(short)])
     batches: list[list[Block]] = []
     size = 0
