@@ -78,15 +78,17 @@ def test_plain_requests_keep_their_tokens(style, drafter):
         assert stats.rolled_back > 5
 
 
-def time_of(text, verified=False):
+def time_of(text, verified=False, asking=0.0):
     """Of passes of one sequence that becomes ``text``, proposals looked up, over those without.
-    verified: in canonical passes, of which there is one size."""
+    verified: in canonical passes, of which there is one size. asking: what a look takes, in
+    passes of one row."""
     looks, buckets = drafter.NgramDrafter(), Buckets(32, 32)
     buckets.learn([32])
     for size in buckets.sizes:
         buckets.ran(size, False, 1 + size / 10)
     length, spent = 9, 0.0
     while length < len(text):
+        took = 0.0 if looks.pauses else asking * buckets.seconds(1)
         (found,) = [[]] if looks.pauses else looks.propose([text[:length]], 16)
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(found, text[length:], strict=False))
         bucket, accepted = buckets.fit(1 + len(found)), len(list(agreed))
@@ -94,8 +96,8 @@ def time_of(text, verified=False):
         rows = {"verify": 1 + len(found)}
         canonical = verified and len(found) > 0
         record = PassRecord(0, bucket, canonical, rows, {}, 1, 0, 0, 1)
-        looks.account(record, len(found), accepted, buckets)
-        spent += buckets.seconds(bucket, canonical)
+        looks.account(record, len(found), accepted, buckets, took)
+        spent += took + buckets.seconds(bucket, canonical)
         length += 1 + accepted
     return spent / (len(text) * buckets.seconds(1))
 
@@ -107,5 +109,9 @@ def test_what_wins_nothing_is_hardly_looked_up(monkeypatch, passes_count):
     for verified in (False, True):
         assert time_of(chance, verified) < 1.03
         assert time_of(chance[:60] * 10, verified) < 0.6
+    unlike = list(range(600))
+    assert time_of(unlike, asking=0.1) < 1.03
+    assert time_of(chance[:60] * 10, asking=0.1) < 0.6
     monkeypatch.setattr(drafter, "SHARE", np.inf)
     assert time_of(chance) > 1.1, "control"
+    assert time_of(unlike, asking=0.1) > 1.07, "control"

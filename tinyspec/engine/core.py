@@ -28,6 +28,7 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.sequence_table import Array
 from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
 
@@ -64,6 +65,7 @@ class EngineCore:
         self._overlap = config.overlap
         self._under_way: InFlightPass | None = None
         self._proposed = self._looked_up = 0
+        self._asking = 0.0
 
     @property
     def drafts_by_user(self) -> bool:
@@ -74,35 +76,42 @@ class EngineCore:
         """Before a step: draft for sequences without drafts, their given tokens or what the drafter
         proposes, unless the step's pass is under way. Plain sequences get drafts from a real
         drafter only, not from the fast path."""
-        table, rows = self.table, self.table.rows
+        began, table, rows = time.perf_counter(), self.table, self.table.rows
+        self._asking = 0.0
         if self._is_under_way:
             return
         drafter = self.drafter
         if drafter is None or (isinstance(drafter, NgramDrafter) and drafter.pauses):
             if not table.any("given"):
                 return
-            rows = rows[table.given[rows]]
+            drafter, rows = None, rows[table.given[rows]]
         rows = rows[table.num_drafts[rows] == 0]
         limits = table.draft_limits(rows)
         rows, limits = rows[limits > 0], limits[limits > 0]
-        if not len(rows):
-            return
-        asked: list[tuple[Sequence, int]] = []
-        for row, limit in zip(rows.tolist(), limits.tolist(), strict=True):
+        given = table.given[rows]
+        for row, limit in zip(rows[given].tolist(), limits[given].tolist(), strict=True):
             sequence = table.sequences[row]
-            if (given := sequence.given_tokens) is not None:
-                place = sequence.num_generated
-                self._draft(sequence, given[place : place + limit])
-            elif sequence.pending == 1:
-                asked.append((sequence, limit))
-        if not asked or drafter is None:
-            return
-        histories, most = [one.history for one, _ in asked], max(limit for _, limit in asked)
-        found = proposals(drafter, histories, most)
-        for (sequence, limit), drafts in zip(asked, found, strict=True):
+            place, tokens = sequence.num_generated, sequence.given_tokens or []
+            self._draft(sequence, tokens[place : place + limit])
+        asked = ~given & (table.pending(rows) == 1)
+        if drafter is not None and asked.any():
+            self._ask(drafter, rows[asked], limits[asked])
+            self._asking = time.perf_counter() - began
+
+    def _ask(self, drafter: Drafter, rows: Array, limits: Array) -> None:
+        """Let ``drafter`` propose up to ``limits`` [n] drafts for each of ``rows`` [n]."""
+        table, most = self.table, int(limits.max())
+        sequences = [table.sequences[row] for row in rows.tolist()]
+        if isinstance(drafter, NgramDrafter):  # it reads the table itself
+            hidden = (one.request.num_hidden for one in sequences)
+            texts = zip(rows.tolist(), hidden, table.length[rows].tolist(), strict=True)
+            found: Any = drafter.propose([table.ids[row, a:b] for row, a, b in texts], most)
+        else:
+            found = proposals(drafter, [one.history for one in sequences], most)
+        for sequence, limit, drafts in zip(sequences, limits.tolist(), found, strict=True):
             if isinstance(drafts, Exception):
                 self.committer.fail(sequence, f"the drafter raised {named(drafts)}", drafts)
-            else:
+            elif drafts:
                 self._looked_up += self._draft(sequence, drafts[:limit])
 
     def _draft(self, sequence: Sequence, drafts: list[int]) -> int:
@@ -141,7 +150,7 @@ class EngineCore:
             self.scheduler.buckets.ran(*kind, charged, settled)
             if isinstance(self.drafter, NgramDrafter):
                 counts = self._looked_up, committer.looked_up
-                self.drafter.account(done.record, *counts, self.scheduler.buckets)
+                self.drafter.account(done.record, *counts, self.scheduler.buckets, self._asking)
         self._record(done.record, seconds)
         if self.trace is not None:
             self.trace.after(done, before, results, began, committer.ended)

@@ -17,6 +17,7 @@ from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import PassRecord
+from tinyspec.scheduler.sequence_table import Array
 
 # Prompt lookup: of the passes' time, what proposals may cost that win nothing; their length until
 # they have won something; how much is remembered from one pass to the next.
@@ -36,8 +37,8 @@ class Drafter(Protocol):
 class NgramDrafter:
     """What followed the same last tokens earlier in the text (prompt lookup decoding).
 
-    Until proposals have won more time than they cost, they are short, follow at least two equal
-    tokens, and pause while they cost more than SHARE of the passes' time.
+    Until proposals have won more time than they and looking them up cost, they are short, follow at
+    least two equal tokens, and pause while they cost more than SHARE of the passes' time.
     """
 
     def __init__(self, longest: int = 3, most: int | None = None):
@@ -45,12 +46,13 @@ class NgramDrafter:
         # Seconds of recent passes; of them by proposals, and what accepted ones would have taken.
         self._total = self._spent = self._won = 0.0
 
-    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+    def propose(self, sequences: list[Sequence[int]] | list[Array], n: int) -> list[list[int]]:
+        """As ``Drafter.propose``; arrays of one dimension will do as well."""
         n = n if self.most is None else min(n, self.most)
         shortest = 1
         if self._won <= self._spent:
             n, shortest = min(n, TRIAL), min(2, self.longest)
-        return [self._lookup(np.array(sequence), n, shortest) for sequence in sequences]
+        return [self._lookup(np.asarray(sequence), n, shortest) for sequence in sequences]
 
     @property
     def pauses(self) -> bool:
@@ -72,16 +74,18 @@ class NgramDrafter:
                 found = int(ends[max(0, enough - 1)])
         return list(map(int, tokens[found + 1 : found + 1 + n])) if found >= 0 else []
 
-    def account(self, record: PassRecord, proposed: int, accepted: int, buckets: Buckets) -> None:
+    def account(
+        self, record: PassRecord, proposed: int, accepted: int, buckets: Buckets, asking: float = 0
+    ) -> None:
         """Note a pass that had ``proposed`` tokens among its rows; without them it would have been
-        a fast one."""
+        a fast one. asking: seconds in which they were looked up."""
         seconds = cost = buckets.seconds(record.bucket, record.canonical)
         won = 0.0
         if proposed:
             without = buckets.fit(max(1, sum(record.rows.values()) - proposed))
             seconds = min(cost, buckets.seconds(without))
             won = seconds * accepted / without
-        for name, more in (("_total", cost), ("_spent", cost - seconds), ("_won", won)):
+        for name, more in (("_total", cost), ("_spent", asking + cost - seconds), ("_won", won)):
             setattr(self, name, getattr(self, name) * REMEMBERS + more)
 
 
