@@ -17,8 +17,9 @@ from tinyspec.kernels.backend import AttentionMetadata, LayerStates
 from tinyspec.kernels.twins.attention_plan import as_slice
 from tinyspec.kernels.twins.layers import written_rows
 
-# Numbers of fp32.
-LINE = 16
+# Numbers of fp32 in a line of cache; what is left of a row, if less, is nothing: numbers with fewer
+# bits than fp32 has (denormals), which it would make, cost a CPU some ten times as much.
+LINE, LEAST = 16, 2.0**-100
 
 
 class _Step(NamedTuple):
@@ -146,7 +147,7 @@ def _decays(g: Tensor, lower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = g.shape[-1]
     # Of the tokens since a row alone, in column 0 of all: differences of long sums would be less
     # exact.
-    left = torch.where(lower, g[..., None], 0).cumsum(-2).exp_()
+    left = F.threshold_(torch.where(lower, g[..., None], 0).cumsum(-2).exp_(), LEAST, 0.0)
     after = left[..., 1 : size + 1]
     return after.tril(), left[..., :1], after[..., -1, :]
 
@@ -154,7 +155,7 @@ def _decays(g: Tensor, lower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
     """[tiles, Hk, T, n] times [tiles * H, T, n or 1]: consecutive heads share one of x."""
     tiles, key_heads, *rest = x.shape
-    found: Tensor = x[:, :, None] * by.view(tiles, key_heads, -1, len(by[0]), by.shape[-1])
+    found: Tensor = x[:, :, None] * by.view(tiles, key_heads, -1, *by.shape[1:])
     return found.view(-1, *rest)
 
 
@@ -217,7 +218,7 @@ def recurrent(
         solved = torch.linalg.solve_triangular(system, plan.one, upper=False, unitriangular=True)
         solved *= beta
         updates = torch.bmm(solved, values)
-        read = torch.bmm(solved, _scaled(keys, begin))
+        read = F.hardshrink(torch.bmm(solved, _scaled(keys, begin)), LEAST)
     else:
         updates = beta.transpose(1, 2) * values
     queries, own = _scaled(queries, begin), _scaled(keys, end[..., None])

@@ -83,9 +83,9 @@ def short_conv(
         rows.index_copy_(0, chosen, stored.index_select(0, before))
     if places.none is not None:
         rows.index_fill_(0, places.none, 0)
-    total, *parts = rows.float().view(len(taps), *x.shape) * taps[:, None]
+    total, *parts = rows.float().view(len(taps), *x.shape).mul_(taps[:, None])
     if bias is not None:
-        total = total + bias.float()
+        total += bias.float()
     for part in parts:
-        total = total + part
+        total += part
     return total.to(x.dtype)
