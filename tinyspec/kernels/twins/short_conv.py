@@ -85,7 +85,7 @@ def short_conv(
         rows.index_fill_(0, places.none, 0)
     total, *parts = rows.float().view(len(taps), *x.shape).mul_(taps[:, None])
     if bias is not None:
-        total += bias.float()
+        total = total + bias.float()
     for part in parts:
-        total += part
+        total = total + part
     return total.to(x.dtype)
