@@ -147,7 +147,7 @@ def _decays(g: Tensor, lower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = g.shape[-1]
     # Of the tokens since a row alone, in column 0 of all: differences of long sums would be less
     # exact.
-    left = F.threshold_(torch.where(lower, g[..., None], 0).cumsum(-2).exp_(), LEAST, 0.0)
+    left = torch.threshold_(torch.where(lower, g[..., None], 0).cumsum(-2).exp_(), LEAST, 0.0)
     after = left[..., 1 : size + 1]
     return after.tril(), left[..., :1], after[..., -1, :]
 
