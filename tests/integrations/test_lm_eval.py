@@ -153,6 +153,7 @@ def evaluated(lm, folder, batch_size=1):
 
 def test_tasks_have_one_score(tasks):
     """Twice, shuffled, few and many at a time, over HTTP. Control: HFLM's by batch size."""
+    pytest.importorskip("tenacity", reason="local-completions needs lm-eval[api]")
     folder, shuffled = tasks("in order", DOCS), tasks("shuffled", SHUFFLED)
     model, length = loaded(torch.bfloat16), {"max_length": MAX_LENGTH}
     many = lm_of(TinyspecLM, model, **length)
