@@ -34,7 +34,13 @@ def test_costs_are_those_of_passes(passes_count):
     assert buckets.seconds(8, True) == buckets.seconds(8) == 0.5
     buckets.ran(8, True, 40.0)
     assert 0.5 < buckets.seconds(8) < 0.6, "a busy moment"
-    for _ in range(100):
+    for _ in range(20):
+        buckets.ran(8, True, 1.0)
+    assert 0.7 < buckets.seconds(8) < 1, "a busy while"
+    for _ in range(3):
+        buckets.ran(8, True, 0.5)
+    assert buckets.seconds(8) == pytest.approx(0.5, rel=0.1), "which has ended"
+    for _ in range(250):
         buckets.ran(8, True, 4.0)
     assert buckets.seconds(8) == pytest.approx(4.0, rel=0.01), "longer contexts"
 

@@ -26,7 +26,6 @@ from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.torch_state import Autocast
 from tinyspec.model.trial import ROWS, close, kind_of, probe_rows
 from tinyspec.model.wrappers import runs_class_forward
 
@@ -46,15 +45,15 @@ ROUNDINGS = 16
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Of a recurrent layer: inputs of its convolution, heads of keys and of values, their sizes,
-    and the dtypes of the inputs, and of keys and values."""
+    """Of a recurrent layer: inputs of its convolution and their dtype, heads of keys and of values,
+    their sizes and dtype."""
 
     channels: int
+    inputs: torch.dtype
     key_heads: int
     key_dim: int
     heads: int
     value_dim: int
-    inputs: torch.dtype
     dtype: torch.dtype
 
     def parts(self, states: int, ring: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -90,10 +89,12 @@ def _refuse_others(given: dict[str, Any]) -> None:
 
 
 class _Calls:
-    """The functions that modules call, over the pass of ``context``."""
+    """The functions that modules call, over the pass of ``context``. found: of a layer that was
+    recorded, what makes its shape."""
 
     def __init__(self, context: AttentionContext):
         self._context = context
+        self.found: list[Any] = []
 
     def convolve(
         self,
@@ -108,7 +109,9 @@ class _Calls:
         if weight.shape[1] > MOST_TAPS + 1:
             raise RuntimeError(f"a convolution of {weight.shape[1]} inputs is wider than its ring")
         context, rows = self._context, hidden_states[0].T
-        if not context.records():
+        if context.records():
+            self.found = [rows.shape[1], context.autocast.dtype or rows.dtype]
+        else:
             kernels, metadata, slots = context.running()
             ring, places = self._states().conv, _checkpoints(metadata).slots
             (rows,) = context.autocast.cast(rows)
@@ -137,7 +140,7 @@ class _Calls:
         """As ``torch_chunk_gated_delta_rule``: query, key [1, R, Hk, Dk], value [1, R, H, Dv], g
         and beta [1, R, H]."""
         _refuse_others(kwargs | {"cache": initial_state})
-        if self._context.records():
+        if self._recorded(key, value):
             return value, None
         gates = torch.stack([g[0].float(), beta[0].float()], -1)
         scale, eps = query.shape[-1] ** -0.5, EPS if use_qk_l2norm_in_kernel else None
@@ -163,7 +166,7 @@ class _Calls:
         """As ``mamba2_chunk_scan``: hidden_states [1, R, H, Dv], dt [1, R, H], A [H], B and C
         [1, R, Hk, Dk], D and dt_bias [H]."""
         _refuse_others(kwargs | {"cache": initial_states})
-        if self._context.records():
+        if self._recorded(B, hidden_states):
             return hidden_states.float()
         heads, values = dt.shape[-1], hidden_states[0]
         dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
@@ -173,6 +176,13 @@ class _Calls:
         gates = torch.stack([A.float() * dt, dt], -1)
         out = self._scan(C[0], B[0], values, gates, {"delta": False})
         return (out if D is None else out + D.float()[:, None] * values.float())[None]
+
+    def _recorded(self, key: Tensor, value: Tensor) -> bool:
+        """Whether this thread's calls are."""
+        if records := self._context.records():
+            dtype = self._context.autocast.dtype or value.dtype
+            self.found += [*key.shape[2:], *value.shape[2:], dtype]
+        return records
 
     def _states(self) -> LayerStates:
         """Of the layer that runs."""
@@ -221,50 +231,15 @@ def _own_forward(module: nn.Module) -> FunctionType | None:
     return forward if ours and all(given[name].__module__ == home for name in found) else None
 
 
-def _with(forward: FunctionType, calls: dict[str, Callable[..., Any]]) -> FunctionType:
-    """The same code with these functions for those of the same names."""
-    unused = {name: partial(_unused, name) for name in OTHERS}
-    names = {**forward.__globals__, **unused, **calls}
+def _stand_in(module: nn.Module, forward: FunctionType, own: _Calls) -> nn.Module:
+    """It runs the same code with these functions for those of the same names."""
+    calls: dict[str, Callable[..., Any]] = {name: partial(_unused, name) for name in OTHERS}
+    calls |= {CONV: own.convolve, DELTA: own.delta_rule, MAMBA2: own.mamba2}
+    names = {**forward.__globals__, **calls}
     parts = forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     made = FunctionType(*parts)
     made.__kwdefaults__ = forward.__kwdefaults__
-    return made
-
-
-def _stand_in(module: nn.Module, forward: FunctionType, context: AttentionContext) -> nn.Module:
-    own = _Calls(context)
-    calls: dict[str, Callable[..., Any]]
-    calls = {CONV: own.convolve, DELTA: own.delta_rule, MAMBA2: own.mamba2}
-    return standing_in(module, RecurrentLayer, tinyspec_forward=_with(forward, calls))
-
-
-def _shape(
-    module: nn.Module, forward: FunctionType, rows: Tensor, autocast: Autocast
-) -> RecurrentShape:
-    """Of a layer, by what it calls the functions with."""
-    found: dict[str, Any] = {}
-
-    def convolve(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        found.update(channels=x.shape[1], inputs=autocast.dtype or x.dtype)
-        return x
-
-    def of(key: Tensor, value: Tensor) -> None:
-        (key_heads, key_dim), (heads, value_dim) = key.shape[2:], value.shape[2:]
-        found.update(key_heads=key_heads, key_dim=key_dim, heads=heads, value_dim=value_dim)
-        found.update(dtype=autocast.dtype or value.dtype)
-
-    def delta_rule(q: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
-        of(key, value)
-        return value, None
-
-    def mamba2(x: Tensor, dt: Tensor, a: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
-        of(key, x)
-        return x.float()
-
-    calls: dict[str, Callable[..., Any]]
-    calls = {CONV: convolve, DELTA: delta_rule, MAMBA2: mamba2}
-    _with(forward, calls)(module, rows)
-    return RecurrentShape(**found)
+    return standing_in(module, RecurrentLayer, tinyspec_forward=made)
 
 
 def _agreed(
@@ -279,14 +254,19 @@ def _agreed(
             # Of one size: what a state keeps of larger ones hides others, and rounds them.
             rows = probe_rows((width,), like.dtype, like.device)
             rows = F.rms_norm(rows, rows.shape[-1:])[None]
-            own, shape = module(rows), _shape(module, forward, rows, trial.autocast)
+            own, calls = module(rows), _Calls(trial)
+            standing = _stand_in(module, forward, calls)
+            trial.record(_unused)
+            standing(rows)
+            trial.record(None)
+            shape = RecurrentShape(*calls.found)
             trial.hold(states=[shape.states(1, ROWS, partial(torch.zeros, device=like.device))])
             metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
             place = torch.arange(ROWS, device=like.device)
             first = place[:1].int()
             metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
             trial.begin(metadata, place, place)
-            found = _stand_in(module, forward, trial)(rows)
+            found = standing(rows)
         trial.check()
     except Exception:  # of whatever kind
         return None
@@ -307,6 +287,6 @@ def recurrent_stand_ins(
         if (kind := kind_of(module)) not in agreed:
             agreed[kind] = _agreed(module, forward, width, context)
         if (shape := agreed[kind]) is not None:
-            made[module] = _stand_in(module, forward, context)
+            made[module] = _stand_in(module, forward, _Calls(context))
             shapes.append(shape)
     return made, shapes

@@ -22,9 +22,10 @@ LADDER = {
 MANY = 1024
 # Of a pass's cost so much grows with its rows, where nothing tells more.
 GROWS = 0.5
-# A pass counts for so much of what its kind costs, and at most for twice that cost; of the first
-# few, which may be slow for once, the fastest does.
-COUNTS, FIRST = 1 / 8, 3
+# A pass that is slower counts for so much of what its kind costs, and at most for twice that cost;
+# a faster one for so much: what else a machine does slows down whichever kind runs meanwhile, and
+# what no longer runs would keep a cost of that time. Of the first few the fastest counts.
+SLOWER, FASTER, FIRST = 1 / 32, 1 / 2, 3
 # Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
 MOST_DRAFTS = 16
 # Windows that are weighed beside those that fill a canonical bucket.
@@ -123,7 +124,8 @@ class Buckets:
         elif number <= FIRST:
             costs[bucket] = min(seconds, before)
         else:
-            costs[bucket] = before + COUNTS * (min(seconds, 2 * before) - before)
+            part = SLOWER if seconds > before else FASTER
+            costs[bucket] = before + part * (min(seconds, 2 * before) - before)
 
     @property
     def largest(self) -> int:

@@ -39,7 +39,7 @@ class _Plan(NamedTuple):
     sequence for an element without a token); None: they do not fit. held: then elements whose rows
     lie in rings, and their places there; empty: elements without a token. places [live]: elements
     of the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
-    which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices."""
+    which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices. moves: whether any state is moved."""
 
     rows: Tensor
     ringed: Tensor | None
@@ -51,6 +51,7 @@ class _Plan(NamedTuple):
     one: Tensor
     lower: Tensor
     steps: list[_Step]
+    moves: bool
 
 
 def _plan(metadata: AttentionMetadata, ring: int) -> _Plan:
@@ -115,6 +116,7 @@ def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
         torch.eye(size, dtype=torch.float32, device=first.device),
         torch.ones((size, wide), dtype=torch.bool, device=first.device).tril(),
         steps,
+        bool(steps) and (steps[0].moved is None or len(steps[0].moved) > 0),
     )
 
 
@@ -153,9 +155,10 @@ def _decays(g: Tensor, lower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
-    """[tiles, Hk, T, n] times [tiles * H, T, n or 1]: consecutive heads share one of x."""
+    """[tiles * H, m, T, n] of x [tiles, Hk, m, T, n] times [tiles, H, T, n or 1]: consecutive heads
+    share one of x."""
     tiles, key_heads, *rest = x.shape
-    found: Tensor = x[:, :, None] * by.view(tiles, key_heads, -1, *by.shape[1:])
+    found: Tensor = x[:, :, None] * by.view(tiles, key_heads, -1, 1, *by.shape[2:])
     return found.view(-1, *rest)
 
 
@@ -191,38 +194,33 @@ def recurrent(
     rows_kv = torch.cat([k.flatten(1), v.flatten(1)], -1)
     kv = _tiled(rows_kv, states.kv, plan, metadata).split([key_heads * dk, heads * dv], 1)
     queries = q.flatten(1).index_select(0, plan.rows).float()
-    keys = torch.cat([queries, kv[0]], 1).view(-1, size, 2 * key_heads, dk)
+    rows_qk = torch.cat([queries, kv[0]], 1).view(-1, size, 2, key_heads, dk)
     if eps is not None:
-        keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + eps)
+        rows_qk = rows_qk * torch.rsqrt((rows_qk * rows_qk).sum(-1, keepdim=True) + eps)
     # All in one layout: that of a view, as of one tile, may give other bits.
-    halves = _padded(keys, 1).unflatten(2, (2, key_heads)).permute(2, 0, 3, 1, 4)
-    queries, keys = halves.contiguous()  # [tiles, Hk, T, n]
-    values = _padded(kv[1].unflatten(1, (heads, dv)), 1).unflatten(0, (-1, size))
-    values = values.transpose(1, 2).contiguous().flatten(0, 1)
+    queries = _padded(rows_qk, 1).permute(0, 3, 2, 1, 4).contiguous()  # [tiles, Hk, 2, T, n]
+    keys, queries = queries[:, :, 1], queries if delta else queries[:, :, :1]
+    values = _padded(kv[1].view(-1, size, heads, dv), 1).transpose(1, 2).contiguous().flatten(0, 1)
     both = _tiled(gates.flatten(1), states.gates, plan, metadata)
     if plan.empty is not None:  # so nothing is added
         both.index_fill_(0, plan.empty, 0)
     both = both.view(-1, size, heads, 2)
     g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
-    pairs, begin, end = (x.flatten(0, 1) for x in _decays(g, plan.lower))
+    pairs, begin, end = _decays(g, plan.lower)
     beta = beta.view(-1, 1, size)
-
-    def products(a: Tensor) -> Tensor:
-        """[tiles * H, T, T] of rows of ``a`` with keys, as far as they have not decayed."""
-        found = torch.bmm(a.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-        return _scaled(found.view(*a.shape[:3], -1), pairs)
-
-    scores = products(queries)
+    products = torch.bmm(queries.flatten(0, 1).flatten(1, 2), keys.flatten(0, 1).transpose(1, 2))
+    products = _scaled(products.view(*queries.shape[:4], size), pairs)
+    queries, scores, left = _scaled(queries, begin), products[:, 0], begin.flatten(0, 1)[:, -1:]
     if delta:
-        system = beta.transpose(1, 2) * products(keys)
+        system = beta.transpose(1, 2) * products[:, 1]
         solved = torch.linalg.solve_triangular(system, plan.one, upper=False, unitriangular=True)
         solved *= beta
         updates = torch.bmm(solved, values)
-        read = F.hardshrink(torch.bmm(solved, _scaled(keys, begin)), LEAST)
+        read = F.hardshrink(torch.bmm(solved, queries[:, 1]), LEAST)
     else:
         updates = beta.transpose(1, 2) * values
-    queries, own = _scaled(queries, begin), _scaled(keys, end[..., None])
-    left = begin[:, -1:]
+    queries = queries[:, 0]
+    own = _scaled(keys[:, :, None], end[..., None])[:, 0] if plan.moves else queries
 
     state = pool[plan.owners].contiguous()
     if plan.new is not None:
@@ -235,10 +233,10 @@ def recurrent(
             update = torch.baddbmm(update, read[tiles], state, alpha=-1)
         added = torch.bmm(scores[tiles], update)
         parts.append(added.baddbmm_(queries[tiles], state, beta=scale, alpha=scale))
+        if (chosen := step.moved) is not None and not len(chosen):
+            break  # no later tile
         moved = [own[tiles], update, left[tiles], state]
-        if (chosen := step.moved) is not None:
-            if not len(chosen):
-                break  # no later tile
+        if chosen is not None:
             wide = (x.unflatten(0, (-1, heads)).index_select(0, chosen) for x in moved)
             moved = [x.flatten(0, 1) for x in wide]
         state = (moved[3] * moved[2]).baddbmm_(moved[0].transpose(1, 2), moved[1])
