@@ -24,9 +24,8 @@ from tinyspec.config import MOST_TAPS, STATE_TILE
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.trial import ROWS, close, kind_of, probe_rows
+from tinyspec.model.trial import ROWS, by_kind, close, probe_rows
 from tinyspec.model.wrappers import runs_class_forward
 
 CONV, DELTA, MAMBA2 = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
@@ -113,7 +112,8 @@ class _Calls:
             self.found = [rows.shape[1], context.autocast.dtype or rows.dtype]
         else:
             kernels, metadata, slots = context.running()
-            ring, places = self._states().conv, _checkpoints(metadata).slots
+            assert metadata.checkpoints is not None
+            ring, places = self._states().conv, metadata.checkpoints.slots
             (rows,) = context.autocast.cast(rows)
             weight = weight.contiguous()
             with context.autocast.off():
@@ -131,15 +131,13 @@ class _Calls:
         value: Tensor,
         g: Tensor,
         beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: None = None,
-        output_final_state: bool = False,
+        *,
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """As ``torch_chunk_gated_delta_rule``: query, key [1, R, Hk, Dk], value [1, R, H, Dv], g
         and beta [1, R, H]."""
-        _refuse_others(kwargs | {"cache": initial_state})
+        _refuse_others(kwargs)
         if self._recorded(key, value):
             return value, None
         gates = torch.stack([g[0].float(), beta[0].float()], -1)
@@ -154,18 +152,16 @@ class _Calls:
         A: Tensor,
         B: Tensor,
         C: Tensor,
-        chunk_size: int = 0,
+        *,
         D: Tensor | None = None,
         dt_bias: Tensor | None = None,
-        initial_states: None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
-        return_final_states: bool = False,
         **kwargs: Any,
     ) -> Tensor:
         """As ``mamba2_chunk_scan``: hidden_states [1, R, H, Dv], dt [1, R, H], A [H], B and C
         [1, R, Hk, Dk], D and dt_bias [H]."""
-        _refuse_others(kwargs | {"cache": initial_states})
+        _refuse_others(kwargs)
         if self._recorded(B, hidden_states):
             return hidden_states.float()
         heads, values = dt.shape[-1], hidden_states[0]
@@ -203,19 +199,10 @@ class _Calls:
         return out
 
 
-@cache
-def _activation(name: str) -> nn.Module:
-    found: nn.Module = ACT2FN[name]
-    return found
+_activation: Callable[[str], nn.Module] = cache(ACT2FN.__getitem__)
 
 
-def _checkpoints(metadata: AttentionMetadata) -> Checkpoints:
-    if metadata.checkpoints is None:
-        raise RuntimeError("this pass has no states of recurrent layers")
-    return metadata.checkpoints
-
-
-def _unused(name: str, *_: Any, **__: Any) -> None:
+def _unused(name: str, *_: Any, **__: Any) -> Any:
     raise RuntimeError(f"a recurrent layer called {name}, which it does not without a cache")
 
 
@@ -231,8 +218,10 @@ def _own_forward(module: nn.Module) -> FunctionType | None:
     return forward if ours and all(given[name].__module__ == home for name in found) else None
 
 
-def _stand_in(module: nn.Module, forward: FunctionType, own: _Calls) -> nn.Module:
+def _stand_in(module: nn.Module, own: _Calls) -> nn.Module:
     """It runs the same code with these functions for those of the same names."""
+    forward = _own_forward(module)
+    assert forward is not None
     calls: dict[str, Callable[..., Any]] = {name: partial(_unused, name) for name in OTHERS}
     calls |= {CONV: own.convolve, DELTA: own.delta_rule, MAMBA2: own.mamba2}
     names = {**forward.__globals__, **calls}
@@ -242,34 +231,28 @@ def _stand_in(module: nn.Module, forward: FunctionType, own: _Calls) -> nn.Modul
     return standing_in(module, RecurrentLayer, tinyspec_forward=made)
 
 
-def _agreed(
-    module: Any, forward: FunctionType, width: int, context: AttentionContext
-) -> RecurrentShape | None:
+def _tried(width: int, context: AttentionContext, module: Any) -> RecurrentShape | None:
     """The shape of a layer whose stand-in gives rows [.., width] of one sequence what it gives
     them, up to rounding; None of another."""
     trial, like = AttentionContext(context.autocast), next(module.parameters())
     trial.kernels = backend.load("torch" if like.device.type == "cpu" else "triton")
-    try:
-        with scratch_weights(module):
-            # Of one size: what a state keeps of larger ones hides others, and rounds them.
-            rows = probe_rows((width,), like.dtype, like.device)
-            rows = F.rms_norm(rows, rows.shape[-1:])[None]
-            own, calls = module(rows), _Calls(trial)
-            standing = _stand_in(module, forward, calls)
-            trial.record(_unused)
-            standing(rows)
-            trial.record(None)
-            shape = RecurrentShape(*calls.found)
-            trial.hold(states=[shape.states(1, ROWS, partial(torch.zeros, device=like.device))])
-            metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
-            place = torch.arange(ROWS, device=like.device)
-            first = place[:1].int()
-            metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
-            trial.begin(metadata, place, place)
-            found = standing(rows)
-        trial.check()
-    except Exception:  # of whatever kind
-        return None
+    # Of one size: what a state keeps of larger ones hides others, and rounds them.
+    rows = probe_rows((width,), like.dtype, like.device)
+    rows = F.rms_norm(rows, rows.shape[-1:])[None]
+    own, calls = module(rows), _Calls(trial)
+    standing = _stand_in(module, calls)
+    trial.record(partial(_unused, "attention"))
+    standing(rows)
+    trial.record(None)
+    shape = RecurrentShape(*calls.found)
+    trial.hold(states=[shape.states(1, ROWS, partial(torch.zeros, device=like.device))])
+    metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
+    place = torch.arange(ROWS, device=like.device)
+    first = place[:1].int()
+    metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
+    trial.begin(metadata, place, place)
+    found = standing(rows)
+    trial.check()
     return shape if close(found, own, ROUNDINGS) else None
 
 
@@ -278,15 +261,6 @@ def recurrent_stand_ins(
 ) -> tuple[dict[nn.Module, nn.Module], list[RecurrentShape]]:
     """The stand-ins of recurrent layers, in order of the modules, and their shapes."""
     width = model.config.get_text_config(decoder=True).hidden_size
-    agreed: dict[Any, RecurrentShape | None] = {}
-    made: dict[Any, nn.Module] = {}
-    shapes: list[RecurrentShape] = []
-    for module in model.modules():
-        if (forward := _own_forward(module)) is None:
-            continue
-        if (kind := kind_of(module)) not in agreed:
-            agreed[kind] = _agreed(module, forward, width, context)
-        if (shape := agreed[kind]) is not None:
-            made[module] = _stand_in(module, forward, _Calls(context))
-            shapes.append(shape)
-    return made, shapes
+    found = by_kind(filter(_own_forward, model.modules()), partial(_tried, width, context))
+    made = {module: _stand_in(module, _Calls(context)) for module, _ in found}
+    return made, [shape for _, shape in found]

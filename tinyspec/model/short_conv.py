@@ -6,6 +6,7 @@ cuts off, shares or copies pages does so with them. Knows no model by name.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,8 @@ from torch import Tensor, nn
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.trial import ROWS, close, kind_of, probe_rows
+from tinyspec.model.trial import ROWS, by_kind, close, probe_rows
 from tinyspec.model.wrappers import runs_class_forward
 
 
@@ -50,8 +50,9 @@ def _has_parts(module: Any) -> bool:
     )
 
 
-def _agrees(module: Any, context: AttentionContext) -> bool:
-    """Whether the stand-in gives what the module gives rows of one sequence, up to rounding."""
+def _tried(context: AttentionContext, module: Any) -> int | None:
+    """The channels of a module whose stand-in gives what it gives rows of one sequence, up to
+    rounding; None of another."""
     trial, like = AttentionContext(context.autocast), module.conv.weight
     trial.kernels = backend.load("torch")
     channels, device = module.conv.in_channels, like.device
@@ -60,15 +61,11 @@ def _agrees(module: Any, context: AttentionContext) -> bool:
         rows = rows / 64
     trial.hold(rows=trial.autocast.cast(rows.new_zeros(1, ROWS, 1, channels)))
     place = torch.arange(ROWS, device=device)
-    try:
-        with scratch_weights(module):
-            own = module(hidden_states=rows)
-            trial.begin(AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, device), place, place)
-            found = stand_in_of(module, trial, 0)(hidden_states=rows)
-        trial.check()
-    except Exception:  # of whatever kind
-        return False
-    return close(found, own)
+    own = module(hidden_states=rows)
+    trial.begin(AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, device), place, place)
+    found = stand_in_of(module, trial, 0)(hidden_states=rows)
+    trial.check()
+    return channels if close(found, own) else None
 
 
 def stand_in_of(module: nn.Module, context: AttentionContext, number: int) -> nn.Module:
@@ -81,12 +78,6 @@ def conv_stand_ins(
     model: nn.Module, context: AttentionContext
 ) -> tuple[dict[nn.Module, nn.Module], list[int]]:
     """The stand-ins of short convolutions, in order of the modules, and their channels."""
-    agreed: dict[Any, bool] = {}
-    made: dict[Any, nn.Module] = {}
-    for module in filter(_has_parts, model.modules()):
-        kind = kind_of(module)
-        if kind not in agreed:
-            agreed[kind] = _agrees(module, context)
-        if agreed[kind]:
-            made[module] = stand_in_of(module, context, len(made))
-    return made, [module.conv.in_channels for module in made]
+    found = by_kind(filter(_has_parts, model.modules()), partial(_tried, context))
+    made = {module: stand_in_of(module, context, n) for n, (module, _) in enumerate(found)}
+    return made, [channels for _, channels in found]

@@ -6,12 +6,16 @@ modules; neither attention nor norms.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.scratch_weights import scratch_weights
+
+T = TypeVar("T")
 ROWS = 64
 # Of so many sizes are the rows, one after the other.
 SIZES = 4
@@ -59,6 +63,21 @@ def kind_of(module: nn.Module) -> Hashable:
     """Classes, settings and shapes of a module and its children: equal for modules that differ only
     in ``layer_idx`` and in the values of their weights."""
     return tuple((name, own_kind(part)) for name, part in module.named_modules())
+
+
+def by_kind(
+    modules: Iterable[nn.Module], find: Callable[[nn.Module], T | None]
+) -> list[tuple[nn.Module, T]]:
+    """Of each module what ``find`` returns of the first of its kind with scratch weights; without
+    those of which that is None, or raises."""
+    found: dict[Hashable, T | None] = {}
+    kinds = [(module, kind_of(module)) for module in modules]
+    for module, kind in kinds:
+        if kind not in found:
+            found[kind] = None
+            with suppress(Exception), scratch_weights(module):  # of whatever kind
+                found[kind] = find(module)
+    return [(module, own) for module, kind in kinds if (own := found[kind]) is not None]
 
 
 def own_kind(module: nn.Module) -> Hashable:

@@ -39,7 +39,8 @@ class _Plan(NamedTuple):
     sequence for an element without a token); None: they do not fit. held: then elements whose rows
     lie in rings, and their places there; empty: elements without a token. places [live]: elements
     of the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
-    which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices. moves: whether any state is moved."""
+    which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices.
+    moves: whether any state is moved."""
 
     rows: Tensor
     ringed: Tensor | None
