@@ -7,15 +7,15 @@ Where it is another one, torch's own number of threads is all that is known. Kno
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
 
-_PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# Bytes that hold C's ``fenv_t`` and ``sem_t``, and FE_DFL_ENV: nothing taken for zero, rounding to
+# nearest.
+_ROOM, _DEFAULT = 256, ctypes.c_void_p(-1)
 _SMALLEST, _ONE = 5e-324, 1.0
 
 
@@ -26,15 +26,12 @@ def flushes() -> bool:
 
 
 @cache
-def _function(name: str, loader: Callable[[str], Any] = ctypes.PyDLL) -> Any:
-    """A C function of the libraries that torch is linked with; None where there is none.
-
-    loader: ``ctypes.CDLL`` for a function during which other Python threads must run.
-    """
+def _function(name: str) -> Any:
+    """A C function of the libraries that torch is linked with; None where there is none."""
     folder = Path(torch.__file__).parent / "lib"
     for library in folder.glob("libtorch_cpu.*"):
         # Loaded already: its names and those of what it is linked with are looked up.
-        return getattr(loader(str(library)), name, None)
+        return getattr(ctypes.PyDLL(str(library)), name, None)
     return None
 
 
@@ -67,31 +64,27 @@ def settle() -> int:
     a limit (OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS) may leave fewer than torch asks for.
 
     Workers that take subnormal numbers for zero, or round otherwise than to nearest, because the
-    thread that began them did, no longer do afterwards. Takes 50 microseconds with two threads.
+    thread that began them did, no longer do afterwards. Takes 10 microseconds with two threads, as
+    they run functions of C alone: one of Python would wait until no other thread runs Python.
     """
-    asked = torch.get_num_threads()
-    parallel = _function("GOMP_parallel", ctypes.CDLL)
-    if asked == 1 or parallel is None:
+    names = "GOMP_parallel", "sem_init", "sem_post", "sem_getvalue", "fegetenv", "fesetenv"
+    asked, functions = torch.get_num_threads(), [_function(name) for name in names]
+    if asked == 1 or not all(functions):
         return asked
-    caller, seen = get_ident(), []
-
-    def look(_: int | None) -> None:
-        seen.append(get_ident())
-        if seen[-1] != caller:
-            if rounding_mode():
-                set_rounding_mode(0)
-            if flushes():
-                torch.set_flush_denormal(False)
-
-    dynamic = is_dynamic()
+    parallel, init, post, value, get, set_ = functions
+    counter, own = (ctypes.create_string_buffer(_ROOM) for _ in range(2))
+    running, dynamic = ctypes.c_int(), is_dynamic()
     if dynamic:
         set_dynamic(False)
-    try:
-        parallel(_PARALLEL(look), None, 0, 0)
-    finally:
-        if dynamic:
-            set_dynamic(True)
-    return len(seen)
+    init(counter, 0, 0)
+    get(own)
+    parallel(post, counter, 0, 0)  # each thread counts itself
+    parallel(set_, _DEFAULT, 0, 0)
+    set_(own)
+    value(counter, ctypes.byref(running))
+    if dynamic:
+        set_dynamic(True)
+    return running.value
 
 
 def release() -> None:
