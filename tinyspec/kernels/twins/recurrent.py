@@ -7,6 +7,7 @@ not depend on what else is computed.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
-from tinyspec.kernels.twins.attention_plan import as_slice
+from tinyspec.kernels.twins.attention_plan import as_slice, integers
 from tinyspec.kernels.twins.layers import written_rows
 
 # Numbers of fp32 in a line of cache; what is left of a row, if less, is nothing: numbers with fewer
@@ -39,7 +40,7 @@ class _Plan(NamedTuple):
     sequence for an element without a token); None: they do not fit. held: then elements whose rows
     lie in rings, and their places there; empty: elements without a token. places [live]: elements
     of the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
-    which have no state yet, None: all have one. one [T, T], lower [T, T + 1 or more]: matrices.
+    which have no state yet, None: all have one. one [T, T], above [T, T + 1 or more]: matrices.
     moves: whether any state is moved."""
 
     rows: Tensor
@@ -50,75 +51,78 @@ class _Plan(NamedTuple):
     owners: Tensor | slice
     new: Tensor | None
     one: Tensor
-    lower: Tensor
+    above: Tensor
     steps: list[_Step]
     moves: bool
 
 
-def _plan(metadata: AttentionMetadata, ring: int) -> _Plan:
-    key = "recurrent", ring
-    if key not in metadata.derived:
-        metadata.derived[key] = _planned(metadata, ring)
-    plan: _Plan = metadata.derived[key]
-    return plan
+class _Segment(NamedTuple):
+    """Rows ``row`` to ``end`` - 1; the rest as in ``AttentionMetadata`` and ``Checkpoints``."""
+
+    row: int
+    end: int
+    length: int
+    owner: int
+    at: int
+    to: int
 
 
-def _planned(metadata: AttentionMetadata, ring: int) -> _Plan:
-    given = metadata.checkpoints
-    assert given is not None
-    size, first, length = given.tile, metadata.cu_seqlens_q.long(), metadata.seq_lens.long()
-    counts, at = first.diff(), given.at.long()
-    tiles = torch.where(counts > 0, (length - at + size - 1) // size, 0)
-    tiles, order = tiles.sort(descending=True, stable=True)
-    live = int((tiles > 0).sum())
-    tiles, order = tiles[:live], order[:live]
-    columns = first[:-1], length, given.owners.long(), at, given.to.long(), counts
-    first, length, owners, at, to, counts = (column[order] for column in columns)
-
-    steps, numbered = [], 0
-    for n in range(int(tiles[0]) if live else 0):
-        many = int((tiles > n).sum())
-        end = at[:many] + (n + 1) * size
-        moved = ((tiles[:many] > n + 1) | (end <= to[:many])).nonzero().squeeze(-1)
-        saved = (end[moved] == to[moved]).nonzero().squeeze(-1)
-        whose = as_slice(owners[moved[saved]].tolist())
-        kept = (None if len(saved) == len(moved) else saved, whose) if len(saved) else None
-        steps.append(_Step(numbered, many, None if len(moved) == many else moved, kept))
-        numbered += many
-
-    def numbers(end: int) -> Tensor:
-        return torch.arange(end, dtype=torch.int64, device=first.device)
-
-    segment = torch.cat([numbers(step.segments) for step in steps] or [first])
-    turns = [at[: step.segments] + n * size for n, step in enumerate(steps)]
-    position = torch.cat(turns or [first])[:, None] + numbers(size)
-    offset = position - (length - counts)[segment, None]
-    rows = first[segment, None] + offset
-    there, own = position < length[segment, None], offset >= 0
-    own &= there
-    elements = numbers(own.numel()).view(own.shape)
-    places = numbers(int(own.sum())).index_copy_(0, rows[own], elements[own])
-    held = there & ~own
-    last = torch.minimum(position, length[segment, None] - 1)
-    slots = owners[segment, None] * ring + last % ring
-    fit = bool((length - at <= ring).all())
-    some = not fit and bool(held.any())
-    new = (at == 0)[:, None, None, None]
+@cache
+@torch.inference_mode(False)  # autograd may see them, too
+def _matrices(size: int) -> tuple[Tensor, Tensor]:
     # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
     wide = size + 1 + -(size + 1) % (32 // min(size, 32))
-    return _Plan(
+    above = torch.ones((size, wide), dtype=torch.bool, device="cpu").triu(1)
+    return torch.eye(size, dtype=torch.float32, device="cpu"), above
+
+
+def _plan(metadata: AttentionMetadata, ring: int) -> _Plan:
+    """Once per pass."""
+    if (key := ("recurrent", ring)) in metadata.derived:
+        return metadata.derived[key]
+    given = metadata.checkpoints
+    assert given is not None
+    ends, size = metadata.cu_seqlens_q, given.tile
+    columns = ends[:-1], ends[1:], metadata.seq_lens, given.owners, given.at, given.to
+    found = [_Segment(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+    segments = sorted((s for s in found if s.end > s.row), key=lambda s: (s.at - s.length) // size)
+    steps, turns = list[_Step](), list[tuple[int, ...]]()
+    while now := [s for s in segments if s.length - s.at > len(steps) * size]:
+        tokens = (len(steps) + 1) * size
+        moved = [k for k, s in enumerate(now) if s.at + tokens <= max(s.to, s.length - 1)]
+        saved = [place for place, k in enumerate(moved) if now[k].at + tokens == now[k].to]
+        whose = as_slice([now[moved[place]].owner for place in saved])
+        kept = (None if len(saved) == len(moved) else integers(saved), whose) if saved else None
+        chosen = None if len(moved) == len(now) else integers(moved)
+        steps.append(_Step(len(turns), len(now), chosen, kept))
+        turns += [
+            (s.at + tokens - size, s.end - s.length, s.length - s.end + s.row, s.length, s.owner)
+            for s in now
+        ]
+    tiles = torch.tensor(turns, dtype=torch.int64, device="cpu").view(-1, 5, 1)
+    begin, shift, start, length, owner = tiles.unbind(1)
+    position = begin + torch.arange(size, dtype=torch.int64, device="cpu")
+    there, own = position < length, position >= start
+    own &= there
+    rows, elements = position + shift, own.flatten().nonzero().squeeze(-1)
+    places = torch.empty_like(elements).index_copy_(0, rows.flatten()[elements], elements)
+    slots = owner * ring + torch.minimum(position, length - 1) % ring
+    fit, at = all(s.length - s.at <= ring for s in segments), [s.at for s in segments]
+    before = None if fit else (there & ~own).flatten().nonzero().squeeze(-1)
+    new = torch.tensor(at, dtype=torch.int64, device="cpu")[:, None, None, None] == 0
+    plan = metadata.derived[key] = _Plan(
         torch.where(own, rows, 0).flatten(),
         slots.flatten() if fit else None,
-        (elements[held], slots[held]) if some else None,
-        None if bool(there.all()) else elements[~there],
+        None if before is None or not len(before) else (before, slots.flatten()[before]),
+        None if bool(there.all()) else (~there).flatten().nonzero().squeeze(-1),
         places,
-        as_slice(owners.tolist()),
-        new if bool(new.any()) else None,
-        torch.eye(size, dtype=torch.float32, device=first.device),
-        torch.ones((size, wide), dtype=torch.bool, device=first.device).tril(),
+        as_slice([s.owner for s in segments]),
+        None if all(at) else new,
+        *_matrices(size),
         steps,
         bool(steps) and (steps[0].moved is None or len(steps[0].moved) > 0),
     )
+    return plan
 
 
 def _padded(x: Tensor, dims: int) -> Tensor:
@@ -144,15 +148,16 @@ def _tiled(rows: Tensor, ring: Tensor, plan: _Plan, metadata: AttentionMetadata)
     return found.float()
 
 
-def _decays(g: Tensor, lower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _decays(g: Tensor, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of log decays g [tiles, H, T]: what is left at row i of row j [..., T, T], 0 before it; at
     row i of what was before the tile [..., T, 1], and at the end of row j [..., T]."""
     size = g.shape[-1]
     # Of the tokens since a row alone, in column 0 of all: differences of long sums would be less
     # exact.
-    left = torch.threshold_(torch.where(lower, g[..., None], 0).cumsum(-2).exp_(), LEAST, 0.0)
-    after = left[..., 1 : size + 1]
-    return after.tril(), left[..., :1], after[..., -1, :]
+    left = torch.threshold_(g[..., None].masked_fill(above, 0).cumsum(-2).exp_(), LEAST, 0.0)
+    # ``tril`` would wake threads for the smallest matrices.
+    after = left[..., 1 : size + 1].masked_fill_(above[:, :size], 0)
+    return after, left[..., :1], after[..., -1, :]
 
 
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
@@ -207,7 +212,7 @@ def recurrent(
         both.index_fill_(0, plan.empty, 0)
     both = both.view(-1, size, heads, 2)
     g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
-    pairs, begin, end = _decays(g, plan.lower)
+    pairs, begin, end = _decays(g, plan.above)
     beta = beta.view(-1, 1, size)
     products = torch.bmm(queries.flatten(0, 1).flatten(1, 2), keys.flatten(0, 1).transpose(1, 2))
     products = _scaled(products.view(*queries.shape[:4], size), pairs)
