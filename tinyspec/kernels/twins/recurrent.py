@@ -19,7 +19,7 @@ from tinyspec.kernels.twins.attention_plan import as_slice, integers
 from tinyspec.kernels.twins.layers import written_rows
 
 # Numbers of fp32 in a line of cache; what is left of a row, if less, is nothing: numbers with fewer
-# bits than fp32 has (denormals), which it would make, cost a CPU some ten times as much.
+# bits than fp32 has (denormals), which it would make, make a product last eight times as long.
 LINE, LEAST = 16, 2.0**-100
 
 
