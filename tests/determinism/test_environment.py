@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from functools import cache
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -158,6 +161,31 @@ def test_a_limit_leaves_fewer_threads(two_threads):
     assert openmp.settle() == 2 and openmp.shortage() is None
     code = f"import runpy; print(runpy.run_path({openmp.__file__!r})['shortage']())"
     assert child(code, OMP_THREAD_LIMIT="1").startswith("OpenMP runs 1 of the 2 threads")
+
+
+def test_counting_threads_waits_for_nobodys_python(two_threads):
+    """A server does it before every pass, beside the thread that talks to its clients."""
+    interval, ended = sys.getswitchinterval(), Event()
+
+    def seconds(call: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    def run_python() -> None:
+        while not ended.is_set():
+            pass
+
+    sys.setswitchinterval(0.3)
+    busy = Thread(target=run_python)
+    try:
+        busy.start()
+        assert seconds(openmp.settle) < 0.2
+        assert seconds(lambda: time.sleep(0)) > 0.2, "control"
+    finally:
+        ended.set()
+        busy.join()
+        sys.setswitchinterval(interval)
 
 
 def test_a_shortage_of_threads_is_refused(monkeypatch, two_threads):
