@@ -180,7 +180,7 @@ def test_a_chunk_as_long_as_the_ring(module: ModuleType, dtype: torch.dtype) -> 
 
 
 def test_decays_make_no_denormals() -> None:
-    """Products with numbers below fp32's least normal one take a CPU some ten times as long."""
+    """Products with numbers below fp32's least normal one take a CPU some eight times as long."""
     g = torch.full((2, 3, STATE_TILE), -30.0)
     above = twins._matrices(STATE_TILE)[1]
     least = torch.finfo(torch.float32).tiny
