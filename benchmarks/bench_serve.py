@@ -6,7 +6,8 @@ takes no processor. Rates are of whole requests; times to the first token and be
 a text are those of streams. The overhead is that of answers that are not streamed, over
 `Engine.generate` of the same requests in this process. Needs the extra `serve`. Run with
 
-    python benchmarks/bench_serve.py [--concurrency 1 8 32] [--rounds N] [--smoke] [--json FILE]
+    python benchmarks/bench_serve.py [--concurrency 1 8 32] [--rounds N] [--dtype bfloat16] [--smoke]
+        [--json FILE]
 
 Prints Markdown.
 """
@@ -231,6 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; reports nothing")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args(arguments)
@@ -243,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(files("tinyspec.tools") / "storyteller"))
         tokenizer.save_pretrained(model)
         shape = {**PRESETS[options.preset], "vocab_size": len(tokenizer)}
-        made: Any = drawn(shape, torch.float32, "cpu", bos_token_id=0)
+        made: Any = drawn(shape, getattr(torch, options.dtype), "cpu", bos_token_id=0)
         made.save_pretrained(model)
         servers = {name: Server(name, model, log) for name in COMMANDS}
         for server in servers.values():

@@ -279,7 +279,8 @@ def test_controls_of_the_judge(truth):
         engine.pool.free(lost)
     judge.rows(given.OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
     judge.output(number, replace(output, completions=[replace(first, finish_reason="abort")]))
-    judge.memory = [(round * (1 << 20), 0, 0) for round in range(9)]
-    judge.flat()
-    wrong = {"outputs": 3, "itself": 1, "pages": 1, "rows": 1, "named errors": 1, "memory": 1}
+    for grown in torch.eye(3, dtype=torch.int64) << 20:
+        judge.memory = [tuple((grown * turn).tolist()) for turn in range(9)]
+        judge.flat()
+    wrong = {"outputs": 3, "itself": 1, "pages": 1, "rows": 1, "named errors": 1, "memory": 3}
     assert Counter(line.partition(":")[0] for line in judge.wrong) == wrong

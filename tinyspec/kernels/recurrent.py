@@ -204,8 +204,7 @@ def keep_rows_kernel(
 
 
 def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMetadata) -> None:
-    """Write rows [R, ...] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
-    rows = rows.flatten(1)
+    """Write rows [R, W] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
     count, width = rows.shape
     assert ring.shape[-1] == width and ring.is_contiguous() and ring.dtype == rows.dtype
     vec = launch.vector(rows.dtype, width)
@@ -231,5 +230,5 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *given: Any, **rul
     states, metadata = given
     slots = metadata.checkpoints.slots
     keep_rows(states.kv, kv, slots, metadata)
-    keep_rows(states.gates, gates, slots, metadata)
+    keep_rows(states.gates, gates.flatten(1), slots, metadata)
     return out

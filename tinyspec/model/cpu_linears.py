@@ -40,7 +40,8 @@ MMAP_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Serve blocks below 32 MB from the heap and keep up to 64 MB of it; whether glibc took that.
+    """Serve blocks below 32 MB from the heap and keep up to 64 MB of it (of each of malloc's, of
+    which threads share at most eight a core); whether glibc took that.
 
     False without glibc (macOS, musl), where nothing changes.
     """

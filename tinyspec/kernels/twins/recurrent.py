@@ -40,8 +40,8 @@ class _Plan(NamedTuple):
     sequence for an element without a token); None: they do not fit. held: then elements whose rows
     lie in rings, and their places there; empty: elements without a token. places [live]: elements
     of the rows. owners: of the segments, as a slice where they follow each other; new [S, 1, 1, 1]:
-    which have no state yet, None: all have one. one [T, T], above [T, T + 1 or more]: matrices.
-    moves: whether any state is moved."""
+    which have no state yet, None: all have one. one, above: matrices. moves: whether any state is
+    moved."""
 
     rows: Tensor
     ringed: Tensor | None
@@ -51,7 +51,7 @@ class _Plan(NamedTuple):
     owners: Tensor | slice
     new: Tensor | None
     one: Tensor
-    above: Tensor
+    above: tuple[Tensor, Tensor]
     steps: list[_Step]
     moves: bool
 
@@ -69,11 +69,12 @@ class _Segment(NamedTuple):
 
 @cache
 @torch.inference_mode(False)  # autograd may see them, too
-def _matrices(size: int) -> tuple[Tensor, Tensor]:
+def _matrices(size: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The unit matrix [T, T], and what is above the diagonal of [T, T + 1 or more] and [T, T]."""
     # One exp of a multiple of 32 numbers: elsewhere its bits may depend on the place.
     wide = size + 1 + -(size + 1) % (32 // min(size, 32))
     above = torch.ones((size, wide), dtype=torch.bool, device="cpu").triu(1)
-    return torch.eye(size, dtype=torch.float32, device="cpu"), above
+    return torch.eye(size, dtype=torch.float32, device="cpu"), (above, above[:, :size])
 
 
 def _plan(metadata: AttentionMetadata, ring: int) -> _Plan:
@@ -148,15 +149,15 @@ def _tiled(rows: Tensor, ring: Tensor, plan: _Plan, metadata: AttentionMetadata)
     return found.float()
 
 
-def _decays(g: Tensor, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _decays(g: Tensor, above: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Of log decays g [tiles, H, T]: what is left at row i of row j [..., T, T], 0 before it; at
     row i of what was before the tile [..., T, 1], and at the end of row j [..., T]."""
     size = g.shape[-1]
     # Of the tokens since a row alone, in column 0 of all: differences of long sums would be less
     # exact.
-    left = torch.threshold_(g[..., None].masked_fill(above, 0).cumsum(-2).exp_(), LEAST, 0.0)
+    left = torch.threshold_(g[..., None].masked_fill(above[0], 0).cumsum(-2).exp_(), LEAST, 0.0)
     # ``tril`` would wake threads for the smallest matrices.
-    after = left[..., 1 : size + 1].masked_fill_(above[:, :size], 0)
+    after = left[..., 1 : size + 1].masked_fill_(above[1], 0)
     return after, left[..., :1], after[..., -1, :]
 
 
@@ -166,6 +167,11 @@ def _scaled(x: Tensor, by: Tensor) -> Tensor:
     tiles, key_heads, *rest = x.shape
     found: Tensor = x[:, :, None] * by.view(tiles, key_heads, -1, 1, *by.shape[2:])
     return found.view(-1, *rest)
+
+
+def _cut(x: Tensor, part: slice) -> Tensor:
+    """x[part]; nothing is done where that is all of x."""
+    return x if len(x) == part.stop - (part.start or 0) else x[part]
 
 
 def recurrent(
@@ -214,18 +220,19 @@ def recurrent(
     g, beta = both.permute(3, 0, 2, 1).contiguous()  # [tiles, H, T]
     pairs, begin, end = _decays(g, plan.above)
     beta = beta.view(-1, 1, size)
-    products = torch.bmm(queries.flatten(0, 1).flatten(1, 2), keys.flatten(0, 1).transpose(1, 2))
-    products = _scaled(products.view(*queries.shape[:4], size), pairs)
-    queries, scores, left = _scaled(queries, begin), products[:, 0], begin.flatten(0, 1)[:, -1:]
+    flat = queries.view(-1, queries.shape[2] * size, queries.shape[4])
+    products = torch.bmm(flat, keys.flatten(0, 1).transpose(1, 2)).view(*queries.shape[:4], size)
+    scores, *within = _scaled(products, pairs).unbind(1)
+    queries, *before = _scaled(queries, begin).unbind(1)
+    left = begin.flatten(0, 1)[:, -1:]
     if delta:
-        system = beta.transpose(1, 2) * products[:, 1]
+        system = beta.transpose(1, 2) * within[0]
         solved = torch.linalg.solve_triangular(system, plan.one, upper=False, unitriangular=True)
         solved *= beta
         updates = torch.bmm(solved, values)
-        read = F.hardshrink(torch.bmm(solved, queries[:, 1]), LEAST)
+        read = F.hardshrink(torch.bmm(solved, before[0]), LEAST)
     else:
         updates = beta.transpose(1, 2) * values
-    queries = queries[:, 0]
     own = _scaled(keys[:, :, None], end[..., None])[:, 0] if plan.moves else queries
 
     state = pool[plan.owners].contiguous()
@@ -234,14 +241,14 @@ def recurrent(
     state, parts = _padded(state, 2).flatten(0, 1), []
     for step in plan.steps:
         tiles = slice(step.first * heads, (step.first + step.segments) * heads)
-        state, update = state[: step.segments * heads], updates[tiles]
+        state, update = _cut(state, slice(step.segments * heads)), _cut(updates, tiles)
         if delta:
-            update = torch.baddbmm(update, read[tiles], state, alpha=-1)
-        added = torch.bmm(scores[tiles], update)
-        parts.append(added.baddbmm_(queries[tiles], state, beta=scale, alpha=scale))
+            update = torch.baddbmm(update, _cut(read, tiles), state, alpha=-1)
+        added = torch.bmm(_cut(scores, tiles), update)
+        parts.append(added.baddbmm_(_cut(queries, tiles), state, beta=scale, alpha=scale))
         if (chosen := step.moved) is not None and not len(chosen):
             break  # no later tile
-        moved = [own[tiles], update, left[tiles], state]
+        moved = [_cut(own, tiles), update, _cut(left, tiles), state]
         if chosen is not None:
             wide = (x.unflatten(0, (-1, heads)).index_select(0, chosen) for x in moved)
             moved = [x.flatten(0, 1) for x in wide]
@@ -261,7 +268,6 @@ def recurrent(
 
 
 def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMetadata) -> None:
-    """Write rows [R, ...] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
+    """Write rows [R, W] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
     chosen, places = written_rows(slots, metadata.derived)
-    rows = rows.reshape(len(rows), -1)
     ring.flatten(0, 1).index_copy_(0, places, rows if chosen is None else rows[chosen])
