@@ -6,8 +6,8 @@ takes no processor. Rates are of whole requests; times to the first token and be
 a text are those of streams. The overhead is that of answers that are not streamed, over
 `Engine.generate` of the same requests in this process. Needs the extra `serve`. Run with
 
-    python benchmarks/bench_serve.py [--concurrency 1 8 32] [--rounds N] [--dtype bfloat16] [--smoke]
-        [--json FILE]
+    python benchmarks/bench_serve.py [--concurrency 1 8 32] [--rounds N] [--smoke]
+        [--dtype bfloat16] [--json FILE]
 
 Prints Markdown.
 """
