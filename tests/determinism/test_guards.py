@@ -29,6 +29,7 @@ ON_THE_HOST = {
     "numpy": lambda x, y: y * 0.5 if x.numpy().max() > LIMIT else y,
     "shape": lambda x, y: y * 0.5 if len(x[x.abs() > LIMIT]) else y,
     "where": lambda x, y: y * 0.5 if len(torch.where(x.abs() > LIMIT)[0]) else y,
+    "layout": lambda x, y: y * 0.5 if x.to_mkldnn().to_dense().abs().max() > LIMIT else y,
     "equal": lambda x, y: y if torch.equal(x, x.clamp(-LIMIT, LIMIT)) else y * 0.5,
 }
 ON_THE_DEVICE = {
@@ -40,6 +41,7 @@ HARMLESS = {
     "each row": lambda x, y: torch.where((x.abs() > LIMIT).any(-1, keepdim=True), y * 0.5, y),
     "shapes": lambda x, y: y if x.shape[1] > 0 and len(x) == 1 else y * 0.5,
     "a constant": lambda x, y: y * torch.tensor([0.5, 2.0])[1].item(),
+    "layout": lambda x, y: y.to_mkldnn().to_dense(),
     "positions": lambda x, y: y if torch.arange(x.shape[1]).max().item() < 10**6 else y * 0.5,
 }
 
@@ -146,7 +148,7 @@ def test_control_guards_change_bits(rule, monkeypatch):
     assert alone != beside
 
 
-@pytest.mark.parametrize("name", ["shapes", "a constant", "positions"])
+@pytest.mark.parametrize("name", [name for name in HARMLESS if name != "each row"])
 def test_what_looks_at_no_other_row_is_served(name):
     alone, beside = alone_and_beside(guarded(HARMLESS[name])[0])
     assert alone == beside

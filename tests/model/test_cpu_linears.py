@@ -11,18 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.budget import first
-from tests.support.cases import drain
+from tests.support.cases import drain, engine_of, greedy, one_by_one
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears, two_sums
-from tests.support.tiny import prompts, tiny
+from tests.support.tiny import config_of, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model.cpu_linears import (
     MKL_ROWS,
+    REORDERED_ELEMENTS,
     TRANSPOSED_ROWS,
     CpuLinear,
     OneDnnLinear,
@@ -201,6 +203,17 @@ def test_without_the_operator_linears_stay(monkeypatch):
     with Engine(tiny(), config=CONFIG) as engine:
         assert set(served(engine.runner.model)) == {nn.Linear}
         assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
+
+
+@both
+def test_a_vocabulary_as_models_have(dtype, no_results_on_disk):
+    """In bf16 with AMX, oneDNN transposes the logits of so many tokens, in the proof as well."""
+    config = config_of("llama")
+    config.vocab_size = REORDERED_ELEMENTS // 16
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    requests = [(prompt, greedy(5)) for prompt in prompts(6)]
+    with engine_of(model) as engine:
+        assert one_by_one(engine, requests) == run(engine, requests)
 
 
 def test_what_is_not_a_plain_linear_stays():

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdRef
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
@@ -49,6 +50,7 @@ HOST_READS = (
     "mask as an index), so that a row may depend on the others"
 )
 NO_BRANCHES = "deterministic=True needs forwards without a branch or a shape that depends on rows"
+Memory = StorageWeakRef | WeakIdRef
 # Parts of operators' names: mm, addmm, bmm, baddbmm, _grouped_mm, linear, matmul, addmv, dot, conv.
 MATMULS = ("mm", "linear", "matmul", "mv", "dot", "conv")
 # Operators of one tensor whose rounding may depend on an element's place (in a vector or in the
@@ -108,9 +110,9 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _storage(x: Tensor) -> StorageWeakRef:
-    """Does not keep memory alive."""
-    return StorageWeakRef(x.untyped_storage())
+def _memory(x: Tensor) -> Memory:
+    """Does not keep it alive. What a library laid out its own way (oneDNN) has no storage."""
+    return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else WeakIdRef(x)
 
 
 class PassRecorder(TorchDispatchMode):
@@ -143,9 +145,9 @@ class PassRecorder(TorchDispatchMode):
         self._whole: set[str] = set()
         self._inside: list[str] = []
         # Memory of parameters, and of what is computed of them alone: casts by autocast, views.
-        self._own = {_storage(p) for p in model.parameters() if not is_packed(p)}
+        self._own: set[Memory] = {_memory(p) for p in model.parameters() if not is_packed(p)}
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
-        self._of_rows: set[StorageWeakRef] = set()
+        self._of_rows: set[Memory] = set()
 
     @property
     def where(self) -> str:
@@ -189,8 +191,8 @@ class PassRecorder(TorchDispatchMode):
         name, is_matmul, reads = _operator(func)
         given = _tensors((*args, *kwargs.values()))
         self._follow_rows(func, reads, given, result)
-        if given and all(_storage(x) in self._own for x in given):
-            self._own.update(map(_storage, _tensors([result])))
+        if given and all(_memory(x) in self._own for x in given):
+            self._own.update(map(_memory, _tensors([result])))
         if is_matmul:
             self._note_matmul(name, func, args, kwargs)
         elif name in STEPS:
@@ -199,10 +201,10 @@ class PassRecorder(TorchDispatchMode):
 
     def _follow_rows(self, func: Any, reads: bool, tensors: list[Tensor], result: Any) -> None:
         """Note which memory holds what depends on rows, and where the host reads that."""
-        depends = any(_storage(x) in self._of_rows for x in tensors)
+        depends = any(_memory(x) in self._of_rows for x in tensors)
         for x in _tensors([result]):
             if depends or (x.is_floating_point() and x.shape[:2] == (1, self._rows)):
-                self._of_rows.add(_storage(x))
+                self._of_rows.add(_memory(x))
         if depends and reads and not self._selects_alike(func, tensors):
             self.host_reads.append(self.where)
 
@@ -211,7 +213,7 @@ class PassRecorder(TorchDispatchMode):
         is not made of them and takes all."""
         masks = [x for x in tensors if x.dtype in (torch.bool, torch.uint8)]
         return func is torch.ops.aten.index.Tensor and all(
-            _storage(mask) not in self._of_rows and bool(mask.all()) for mask in masks
+            _memory(mask) not in self._of_rows and bool(mask.all()) for mask in masks
         )
 
     def _note_matmul(
@@ -230,7 +232,7 @@ class PassRecorder(TorchDispatchMode):
         """Record a matmul of one tensor with parameters, one of each kind; of a batch of weights,
         which are experts', for the same rows with each."""
         at = {n: x for n, x in enumerate(args) if isinstance(x, Tensor)}
-        own = {n: x for n, x in at.items() if _storage(x) in self._own}
+        own = {n: x for n, x in at.items() if _memory(x) in self._own}
         rows = [n for n in at if n not in own]
         matrices = [x for x in own.values() if x.dim() > 1]
         if len(rows) != 1 or len(matrices) != 1:
