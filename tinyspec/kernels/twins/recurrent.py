@@ -155,7 +155,8 @@ def _decays(g: Tensor, above: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Te
     size = g.shape[-1]
     # Of the tokens since a row alone, in column 0 of all: differences of long sums would be less
     # exact.
-    left = torch.threshold_(g[..., None].masked_fill(above[0], 0).cumsum(-2).exp_(), LEAST, 0.0)
+    logs = torch.where(above[0], 0.0, g[..., None]).cumsum(-2)
+    left = torch.threshold_(logs.exp_(), LEAST, 0.0)
     # ``tril`` would wake threads for the smallest matrices.
     after = left[..., 1 : size + 1].masked_fill_(above[1], 0)
     return after, left[..., :1], after[..., -1, :]
@@ -243,7 +244,7 @@ def recurrent(
         tiles = slice(step.first * heads, (step.first + step.segments) * heads)
         state, update = _cut(state, slice(step.segments * heads)), _cut(updates, tiles)
         if delta:
-            update = torch.baddbmm(update, _cut(read, tiles), state, alpha=-1)
+            update.baddbmm_(_cut(read, tiles), state, alpha=-1)
         added = torch.bmm(_cut(scores, tiles), update)
         parts.append(added.baddbmm_(_cut(queries, tiles), state, beta=scale, alpha=scale))
         if (chosen := step.moved) is not None and not len(chosen):
