@@ -45,6 +45,32 @@ def test_costs_are_those_of_passes(passes_count):
     assert buckets.seconds(8) == pytest.approx(4.0, rel=0.01), "longer contexts"
 
 
+def test_a_slow_machine_changes_no_choice(passes_count):
+    """Measured: passes of 32 rows, fast and canonical ones, and of 64, while 32 canonical ones run
+    at half the speed, and when they no longer do."""
+    buckets = Buckets(64, 64)
+    buckets.learn([32, 64], own_way=[32, 64])
+    costs = {(32, False): 13.3, (32, True): 15.4, (64, True): 21.0}
+    for kind, seconds in costs.items():
+        for _ in range(3):
+            buckets.ran(*kind, seconds)
+
+    def relative():
+        return [buckets.seconds(*kind) / buckets.seconds(32, True) for kind in costs]
+
+    before = relative()
+    for times in (2.0, 1.0):
+        for _ in range(60):
+            buckets.ran(32, True, times * costs[32, True])
+        assert buckets.seconds(32, True) == pytest.approx(times * costs[32, True], rel=0.2)
+        assert relative() == pytest.approx(before, rel=0.1)
+        assert buckets.window(32, 32, MOST_DRAFTS, 0.97) == 0
+    for _ in range(60):  # control: this kind alone, the others as before
+        buckets.ran(32, True, 2 * costs[32, True])
+        buckets.ran(64, True, costs[64, True])
+    assert buckets.window(32, 32, MOST_DRAFTS, 0.97) > 0
+
+
 def test_what_precedes_a_capture_only_bounds_what_replays_cost(passes_count):
     """Numbers of Llama 3.1 8B on an H200. Taken for what a bucket costs, eager passes kept the one
     from being used in which they would soon be replays."""

@@ -22,10 +22,11 @@ LADDER = {
 MANY = 1024
 # Of a pass's cost so much grows with its rows, where nothing tells more.
 GROWS = 0.5
-# A pass that is slower counts for so much of what its kind costs, and at most for twice that cost;
-# a faster one for so much: what else a machine does slows down whichever kind runs meanwhile, and
-# what no longer runs would keep a cost of that time. Of the first few the fastest counts.
-SLOWER, FASTER, FIRST = 1 / 32, 1 / 2, 3
+# A pass that is slower than its kind counts for so much, and at most for twice what that costs; a
+# faster one for so much. Of the first few the fastest counts. Of what it changes, so much is its
+# kind's own, the rest the pace of all: what else a machine does slows down whichever kind runs, and
+# one that does not run would be taken for the faster one meanwhile, and for the slower one later.
+SLOWER, FASTER, FIRST, OWN = 1 / 32, 1 / 2, 3, 1 / 8
 # Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
 MOST_DRAFTS = 16
 # Windows that are weighed beside those that fill a canonical bucket.
@@ -83,6 +84,8 @@ class Buckets:
         self.reference = reference
         self.canonical: list[int] = []
         self._own_way: set[int] = set()
+        # Of all seconds here.
+        self._pace = 1.0
         self._costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
         self._bounds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         self._guesses: dict[tuple[int, bool], float] = {}
@@ -100,7 +103,7 @@ class Buckets:
         self.canonical, self._own_way = sorted(canonical), set(own_way)
         assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
         for rows, cost in (seconds or {}).items():
-            self._costs[rows in self._own_way].setdefault(rows, cost)
+            self._costs[rows in self._own_way].setdefault(rows, cost / self._pace)
         self._guesses = {}
 
     def forget(self) -> None:
@@ -111,6 +114,7 @@ class Buckets:
         """A pass took so long. Not ``settled``: the next ones of its shape take less."""
         own = canonical and bucket in self._own_way
         costs, kind = self._costs[own], (bucket, own)
+        seconds = max(seconds, 1e-9) / self._pace
         if not settled:
             if seconds < self._bounds[own].get(bucket, inf):
                 self._bounds[own][bucket] = seconds
@@ -125,7 +129,9 @@ class Buckets:
             costs[bucket] = min(seconds, before)
         else:
             part = SLOWER if seconds > before else FASTER
-            costs[bucket] = before + part * (min(seconds, 2 * before) - before)
+            change = 1 + part * (min(seconds / before, 2) - 1)
+            costs[bucket] *= change**OWN
+            self._pace *= change ** (1 - OWN)
 
     @property
     def largest(self) -> int:
@@ -168,13 +174,13 @@ class Buckets:
         kind = canonical and bucket in self._own_way
         known = self._costs[kind].get(bucket)
         if known is not None:
-            return known
+            return known * self._pace
         key = bucket, canonical
         if key not in self._guesses:
             costs = of_kind(self._costs, canonical) or of_kind(self._bounds, canonical)
             bound = self._bounds[kind].get(bucket, inf)
             self._guesses[key] = min(estimate(costs, bucket), bound)
-        return self._guesses[key]
+        return self._guesses[key] * self._pace
 
     def window(
         self, rows: int, drafting: int, most: int, accepted: float, free: bool = True
