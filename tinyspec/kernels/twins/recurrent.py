@@ -24,12 +24,13 @@ LINE, LEAST = 16, 2.0**-100
 
 
 class _Step(NamedTuple):
-    """The n-th tiles of the first ``segments`` (of falling length), from tile ``first`` on. moved:
-    which of them have more, or move their state by it; None: all. saved: places among those, None:
-    all, and whose states they are."""
+    """The n-th tiles of the first ``segments`` (of falling length), from tile ``first`` on. read:
+    whether rows of the pass lie in any. moved: which of them have more, or move their state by it;
+    None: all. saved: places among those, None: all, and whose states they are."""
 
     first: int
     segments: int
+    read: bool
     moved: Tensor | None
     saved: tuple[Tensor | None, Tensor | slice] | None
 
@@ -95,7 +96,8 @@ def _plan(metadata: AttentionMetadata, ring: int) -> _Plan:
         whose = as_slice([now[moved[place]].owner for place in saved])
         kept = (None if len(saved) == len(moved) else integers(saved), whose) if saved else None
         chosen = None if len(moved) == len(now) else integers(moved)
-        steps.append(_Step(len(turns), len(now), chosen, kept))
+        read = any(s.at + tokens > s.length - (s.end - s.row) for s in now)
+        steps.append(_Step(len(turns), len(now), read, chosen, kept))
         turns += [
             (s.at + tokens - size, s.end - s.length, s.length - s.end + s.row, s.length, s.owner)
             for s in now
@@ -245,8 +247,11 @@ def recurrent(
         state, update = _cut(state, slice(step.segments * heads)), _cut(updates, tiles)
         if delta:
             update.baddbmm_(_cut(read, tiles), state, alpha=-1)
-        added = torch.bmm(_cut(scores, tiles), update)
-        parts.append(added.baddbmm_(_cut(queries, tiles), state, beta=scale, alpha=scale))
+        part = update  # of whatever numbers, where nobody reads them
+        if step.read:
+            part = torch.bmm(_cut(scores, tiles), update)
+            part.baddbmm_(_cut(queries, tiles), state, beta=scale, alpha=scale)
+        parts.append(part)
         if (chosen := step.moved) is not None and not len(chosen):
             break  # no later tile
         moved = [_cut(own, tiles), update, _cut(left, tiles), state]
