@@ -85,6 +85,7 @@ def test_swapped_products_keep_bits_or_are_fast_modes_own(monkeypatch, no_result
     """Either way deterministic requests have the same bits. With them canonical passes are as fast
     passes are, if this machine's product allows it."""
     monkeypatch.setattr(linears, "_mkl_rows", lambda elements: 0)
+    monkeypatch.setattr(linears, "SMALL_ELEMENTS", 0)
     monkeypatch.setattr(linears, "cpu_has", lambda name: name == "avx2")
     found, whole = [], linears.swapping_keeps_bits
     for keeps in (False, whole(torch.get_num_threads())):
@@ -118,6 +119,21 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
     for fact in report.facts.buckets:
         assert bool(fact.own_way) >= (fact.canonical and fact.rows in KINDS[dtype][1])
         assert fact.canonical or fact.rows < 24
+
+
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
+def test_smallest_weights_run_by_mkl_in_fast_mode(monkeypatch, vendor):
+    """On every CPU, and are never swapped; larger ones on an Intel CPU alone."""
+    monkeypatch.setattr(linears, "cpu_has", lambda name: name in (vendor, "avx2", "avx512f"))
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(linears, "swapping_keeps_bits", lambda threads: True)
+    for outputs, small in ((8, True), (1024, False)):
+        own = nn.Linear(512, outputs)
+        rows = linears._mkl_rows(own.weight.numel())
+        linear = standing_in(own, OneDnnLinear, tinyspec_mkl_rows=rows)
+        by_mkl = linear.fast_product(4) == linear.default
+        assert by_mkl == (small or vendor == "GenuineIntel")
+        assert linear.faster_swapped(16) != small
 
 
 def test_small_weights_run_by_torch_in_fast_mode():

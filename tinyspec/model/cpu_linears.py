@@ -58,9 +58,12 @@ def keep_freed_memory() -> bool:
 # threads MKL 52, 52, 72, 93 and 110, oneDNN 76, 105, 103, 118 and 125.
 MKL_ROWS, FEW_MKL_ROWS = 12, 2
 MKL_SHARE = 1 << 19
-# And where the weight is so small that what oneDNN does before each product takes longest: alone on
-# two threads 128 by 128 took MKL 8, 11 and 14 us at 8, 32 and 56 rows, oneDNN 28, 32 and 34; 256 by
-# 256 MKL 15, 28 and 40, oneDNN 39, 50 and 63; 896 by 128 MKL 29, 53 and 61, oneDNN 49, 74 and 86.
+# And on any where the weight is so small that what oneDNN does before each product takes longest:
+# alone on two threads 128 by 128 took MKL 8, 11 and 14 us at 8, 32 and 56 rows, oneDNN 28, 32 and
+# 34; 256 by 256 MKL 15, 28 and 40, oneDNN 39, 50 and 63; 896 by 128 MKL 29, 53 and 61, oneDNN 49,
+# 74 and 86. On an EPYC with AVX-512 512 by 8 took MKL 3, 8, 11 and 17 us at 1, 16, 32 and 64 rows,
+# oneDNN 16, 19, 21 and 24 (swapped 18, 23, 26 and 31), 256 by 256 MKL 29, 47, 66 and 98, oneDNN 29,
+# 62, 84 and 110, 896 by 128 both the same.
 SMALL_MKL_ROWS, SMALL_ELEMENTS = 64, 1 << 17
 # Where oneDNN is faster with the weight as its first operand, transposing the result included, as
 # its time is that of whole vectors of rows. In the same model 512 by 1408 took 250, 306, 321, 371
@@ -98,10 +101,12 @@ def cpu_has(name: str) -> bool:
 
 def _mkl_rows(elements: int) -> int:
     """Rows up to which MKL is faster for an fp32 weight."""
-    if not (cpu_has("GenuineIntel") and torch.backends.mkl.is_available()):
+    if not torch.backends.mkl.is_available():
         return 0
     if elements < SMALL_ELEMENTS:
         return SMALL_MKL_ROWS
+    if not cpu_has("GenuineIntel"):
+        return 0
     return MKL_ROWS if elements <= MKL_SHARE * torch.get_num_threads() else FEW_MKL_ROWS
 
 
@@ -151,6 +156,8 @@ class OneDnnLinear(CpuLinear):
 
     def faster_swapped(self, rows: int) -> bool:
         """Whether ``product_swapped`` is faster."""
+        if self.in_features * self.out_features < SMALL_ELEMENTS:
+            return False
         if cpu_has("avx2") and not cpu_has("avx512f"):
             return rows in NARROW_COLUMNS
         deep = self.in_features >= DEEP
@@ -166,7 +173,9 @@ class OneDnnLinear(CpuLinear):
 
     def product_swapped(self, x: Tensor) -> Tensor:
         """As oneDNN's product of rows and weight, with its operands swapped."""
-        return self._with_bias(x, lambda rows: one_dnn(self.weight, rows).t().contiguous())
+        # ``contiguous`` transposes on one thread, ``cat`` on all: 8192 by 16 in 164 and 91 us on
+        # an EPYC's two, 512 by 16 in 14 both.
+        return self._with_bias(x, lambda rows: torch.cat((one_dnn(self.weight, rows).t(),)))
 
 
 def one_dnn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

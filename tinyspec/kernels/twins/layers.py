@@ -166,7 +166,7 @@ def fused_kv_write(
     q, k = norm_and_rotate(q, k, angles, q_weight, k_weight, eps, interleaved, derived)
     rows, slots = written_rows(slot_mapping, derived)
     if rows is not None:
-        k, v = k[rows], v[rows]
+        k, v = k.index_select(0, rows), v.index_select(0, rows)
     for cache, x in ((k_cache, k), (v_cache, v)):
         held = x if cache.dtype == x.dtype else stored(x, cache.dtype)
         cache.flatten(0, 1).index_copy_(0, slots, held)

@@ -276,4 +276,5 @@ def recurrent(
 def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMetadata) -> None:
     """Write rows [R, W] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
     chosen, places = written_rows(slots, metadata.derived)
-    ring.flatten(0, 1).index_copy_(0, places, rows if chosen is None else rows[chosen])
+    rows = rows if chosen is None else rows.index_select(0, chosen)
+    ring.flatten(0, 1).index_copy_(0, places, rows)
