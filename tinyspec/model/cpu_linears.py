@@ -9,8 +9,8 @@ hardly ever depend on how many there are, while torch's default splits its sums 
 
 Both define canonical bits: the fingerprint names the classes. In passes that are not canonical
 (*fast mode*) the fastest operator serves any row count: the same product with its operands swapped,
-whatever bits it has, or torch's default: for few rows in fp32 (MKL, on an Intel CPU), for many and
-for small weights in bf16.
+whatever bits it has, or torch's default: in fp32 for few rows on an Intel CPU and for small weights
+(MKL), in bf16 for many rows and for small weights.
 
 What a pass frees, glibc's heap keeps for the next one (``keep_freed_memory``).
 """
