@@ -177,14 +177,16 @@ def test_what_no_server_is_made_of(bundled):
             asyncio.run(shared.close())
 
 
-@pytest.mark.slow("server", 15)
+@pytest.mark.slow("server", 30)
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c(times, sigint):
-    """Once: what runs is answered. Twice: the process ends at once."""
+def test_ctrl_c(times, sigint, tmp_path):
+    """Once: what runs is answered. Twice: the process ends at once. A server that answers has
+    proven the reference's passes, with ``--warm-up`` the others, too."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port), "--device", "cpu"]
-    environment = {**os.environ, "TINYSPEC_API_KEY": "secret"}
+    command += ["--warm-up"] * (times == 1)
+    environment = {**os.environ, "TINYSPEC_API_KEY": "secret", "HF_HOME": str(tmp_path)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
     url = f"http://127.0.0.1:{port}"
 
@@ -197,6 +199,8 @@ def test_ctrl_c(times, sigint):
 
     try:
         wait_until(answers)
+        (proven,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
+        assert (len(proven["results"]["buckets"]) > 1) == (times == 1)
         assert httpx.get(f"{url}/v1/models").status_code == 401
         asked = {"url": f"{url}{COMPLETIONS}", "headers": {"Authorization": "Bearer secret"}}
         with httpx.stream("POST", **asked, json={"model": MODEL, **LONG, "stream": True}) as stream:

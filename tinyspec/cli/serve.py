@@ -26,6 +26,7 @@ def add_serve(parser: ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="what clients must send (default: TINYSPEC_API_KEY)")
     add("--served-model-name", metavar="NAME", help="default: as --model")
     add("--deterministic", action="store_true", help="requests that do not say are deterministic")
+    add("--warm-up", action="store_true", help="prove all passes before the first request")
     add("--max-requests", type=int, default=256, metavar="N", help="that run (default: 256)")
     add("--max-waiting", type=int, default=1024, metavar="N", help="others get 429 (default: 1024)")
     add("--timeout", type=float, metavar="S", help="seconds that a request may take")
@@ -52,6 +53,8 @@ def serve(options: Namespace) -> int:
     key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
     with common.engine_of(options) as engine:
+        if options.warm_up:
+            engine.warm_up()
         served = AsyncEngine(engine, **limits)
         how = {"deterministic": options.deterministic, "api_key": key}
         app = create_app(served, name, timeout=options.timeout, **how)
