@@ -100,16 +100,17 @@ def _angles(cos: Tensor, sin: Tensor, interleaved: bool, derived: Derived) -> tu
     return derived[key][:2]
 
 
-def written_rows(slot_mapping: Tensor, derived: Derived) -> tuple[Tensor | None, Tensor]:
-    """The rows that are written, None for all, and their slots."""
-    key = "written", id(slot_mapping)
+def write_rows(places: Tensor, rows: Tensor, slots: Tensor, derived: Derived) -> None:
+    """Write rows [R, ...] to their ``slots`` [R] int64 among places [P, ...]; -1: nowhere."""
+    key = "written", id(slots)
     if key not in derived:
-        rows, slots = None, slot_mapping
-        if int(slot_mapping.min()) < 0:
-            rows = (slot_mapping >= 0).nonzero().squeeze(-1)
-            slots = slot_mapping[rows]
-        derived[key] = rows, slots, slot_mapping
-    return derived[key][:2]
+        chosen, there = None, slots
+        if int(slots.min()) < 0:
+            chosen = (slots >= 0).nonzero().squeeze(-1)
+            there = slots[chosen]
+        derived[key] = chosen, there, slots
+    chosen, there, _ = derived[key]
+    places.index_copy_(0, there, rows if chosen is None else rows.index_select(0, chosen))
 
 
 def norm_and_rotate(
@@ -164,12 +165,9 @@ def fused_kv_write(
     derived = {} if derived is None else derived
     angles = None if cos is None or sin is None else (cos, sin)
     q, k = norm_and_rotate(q, k, angles, q_weight, k_weight, eps, interleaved, derived)
-    rows, slots = written_rows(slot_mapping, derived)
-    if rows is not None:
-        k, v = k.index_select(0, rows), v.index_select(0, rows)
     for cache, x in ((k_cache, k), (v_cache, v)):
         held = x if cache.dtype == x.dtype else stored(x, cache.dtype)
-        cache.flatten(0, 1).index_copy_(0, slots, held)
+        write_rows(cache.flatten(0, 1), held, slot_mapping, derived)
     return q
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinyspec.kernels.backend import AttentionMetadata, LayerStates
 from tinyspec.kernels.twins.attention_plan import as_slice, integers
-from tinyspec.kernels.twins.layers import written_rows
+from tinyspec.kernels.twins.layers import write_rows
 
 # Numbers of fp32 in a line of cache; what is left of a row, if less, is nothing: numbers with fewer
 # bits than fp32 has (denormals), which it would make, make a product last eight times as long.
@@ -275,6 +275,4 @@ def recurrent(
 
 def keep_rows(ring: Tensor, rows: Tensor, slots: Tensor, metadata: AttentionMetadata) -> None:
     """Write rows [R, W] to their places ``slots`` [R] int64 of a ring [N, L, W]; -1: nowhere."""
-    chosen, places = written_rows(slots, metadata.derived)
-    rows = rows if chosen is None else rows.index_select(0, chosen)
-    ring.flatten(0, 1).index_copy_(0, places, rows)
+    write_rows(ring.flatten(0, 1), rows, slots, metadata.derived)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.kernels.twins.layers import written_rows
+from tinyspec.kernels.twins.layers import write_rows
 
 
 class _Places(NamedTuple):
@@ -73,8 +73,7 @@ def short_conv(
     """
     stored = pool.view(-1, pool.shape[-1])
     if not ring:
-        written, slots = written_rows(slot_mapping, metadata.derived)
-        stored.index_copy_(0, slots, x if written is None else x.index_select(0, written))
+        write_rows(stored, x, slot_mapping, metadata.derived)
     taps = weight.to(x.dtype).float().T
     places = _places(metadata, len(x), len(taps), pool.shape[1] if ring else 0)
     rows = (x if ring else stored).index_select(0, places.slots)
