@@ -172,6 +172,7 @@ class Soak:
             self.judge.output(number, output, (CHANGED,))
         self.judge.pages(self.engine)
         self.judge.pages(self.patched.generate._engine or self.engine)
+        self.judge.remember()  # while both hold the pools that their round needed
         what = self.rng.choice(("forget", "another", "weights", "patch", "release", "nothing"))
         self.judge.counts[f"between: {what}"] += 1
         if what == "forget":
@@ -196,7 +197,6 @@ class Soak:
         self.judge.model("copies", self.has["patched"], copy.deepcopy(self.patched))
         self.judge.model("copies", self.has["engine"], copy.deepcopy(self.served))
         self.judge.model("beside an engine", self.has["engine"], self.served)
-        self.judge.remember()
 
     def round(self):
         works = (self.calls, self.calls, self.streams, self.tasks, self.disturbs)
