@@ -51,7 +51,7 @@ def quick(monkeypatch, no_results_on_disk):
         return two_sums(x, linear.weight, linear.bias, linear.weight.shape[1] // 2)
 
     monkeypatch.setattr(CpuLinear, "default", split)
-    monkeypatch.setattr(linears, "_works", lambda: True)
+    monkeypatch.setattr(linears, "works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(linears, "SMALL_ELEMENTS", 0)
@@ -215,7 +215,7 @@ def test_without_the_operator_linears_stay(monkeypatch):
     params = SamplingParams(max_new_tokens=5, deterministic=True)
     with Engine(tiny(), config=CONFIG) as engine:
         first = engine.generate(prompts(3), params)[0]
-    monkeypatch.setattr(linears, "_works", lambda: False)
+    monkeypatch.setattr(linears, "works", lambda: False)
     with Engine(tiny(), config=CONFIG) as engine:
         assert set(served(engine.runner.model)) == {nn.Linear}
         assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint

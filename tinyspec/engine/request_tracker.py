@@ -108,6 +108,7 @@ class RequestTracker:
         one that has tokens is aborted.
         """
         self._core.admission.forget_pages()
+        self._core.runner.prepacked.forget()
         if self._core.committer.thinker is not None:
             self._core.committer.thinker.forget_states()
         begun = [r for r in self._asking if any(s.num_generated for s in r.sequences)]
@@ -250,7 +251,7 @@ class RequestTracker:
                 sequence.finish_reason = "abort"
                 sequence.error = "the weights changed while it was running"
             if request.finished:
-                self.requests.pop(request.request_id, None)
+                self._remove(request)
         self.apply_asked()
 
     def has_unfinished(self) -> bool:
@@ -307,7 +308,12 @@ class RequestTracker:
             for sequence in [s for s in request.sequences if not s.finished]:
                 sequence.finish_reason, sequence.error = "abort", error
                 self._core.admission.remove(sequence)
-            del self.requests[request.request_id]
+            self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        self.requests.pop(request.request_id, None)
+        if not self.requests:
+            self._core.runner.prepacked.forget()
 
 
 def _told(error: Exception) -> str:

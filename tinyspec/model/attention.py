@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels, LayerStates
 from tinyspec.model.gradients import Tape
+from tinyspec.model.one_dnn import PrepackedWeights
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.trial import eps_name
@@ -105,7 +106,7 @@ class AttentionContext:
     kernels: set before the first pass. k, v: the pool, by attention call. rows: of each short
     convolution, in order of the modules; states: of each recurrent layer, in order of its calls.
     layers: the attention calls of a pass, in order. autocast: of the forward that they are a part
-    of. A forward in another thread is refused.
+    of. prepacked: for the linears of the next pass. A forward in another thread is refused.
     """
 
     kernels: Kernels
@@ -120,6 +121,7 @@ class AttentionContext:
         self.thread = 0
         self.slot_mapping: Tensor | None = None
         self.tape: Tape | None = None
+        self.prepacked: PrepackedWeights | None = None
         # A norm, hidden states, and what the norm gives them, computed before it is called.
         self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
         self._pending: PendingRope | None = None
@@ -173,6 +175,7 @@ class AttentionContext:
     def end(self) -> None:
         """The pass has ended or failed."""
         self.metadata = self.slot_mapping = self.positions = self.tape = self._pending = None
+        self.prepacked = None
 
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a pass: what makes a block that goes on from here, in any thread, also

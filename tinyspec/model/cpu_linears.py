@@ -1,9 +1,9 @@
 """Linear layers on a CPU: other operators than torch's default, on the model's own weights, and the
 heap that their results come from.
 
-fp32: oneDNN's product, which is faster, for few rows with its operands swapped where the machine's
-has the same bits then. The operator is private to torch (inductor emits it): where it is missing,
-layers stay as they are.
+fp32: oneDNN's product, which is faster, for few rows by a prepacked weight, or with its operands
+swapped where the machine's has the same bits then. Where its operators are missing, layers stay as
+they are.
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
 hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
 from tinyspec.model.linears import SharedLinear, is_plain
+from tinyspec.model.one_dnn import one_dnn, works
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import without_modes
 
@@ -122,7 +123,7 @@ class CpuLinear(SharedLinear):
         """x [..., in_features] -> [..., out_features]."""
         fast = self.tinyspec_context.canonical is False
         run = self.fast_product(x.numel() // self.in_features) if fast else None
-        return product(self.product, x, self.weight, self.bias) if run is None else run(x)
+        return product(self.in_pass, x, self.weight, self.bias) if run is None else run(x)
 
     def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
         """What fast mode computes in the place of ``product`` for so many rows, if another."""
@@ -131,6 +132,10 @@ class CpuLinear(SharedLinear):
     def product(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]: what every canonical pass computes."""
         raise NotImplementedError
+
+    def in_pass(self, x: Tensor) -> Tensor:
+        """``product``, with its bits, by the fastest means of the running pass."""
+        return self.product(x)
 
     def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """``product`` of the rows of x as [R, in], the bias added, in x's shape."""
@@ -165,6 +170,11 @@ class OneDnnLinear(CpuLinear):
         most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
         return least <= rows <= most and (rows <= VECTOR or rows % VECTOR == 0)
 
+    def in_pass(self, x: Tensor) -> Tensor:
+        prepacked = self.tinyspec_context.prepacked
+        out = None if prepacked is None else prepacked.product(x, self.weight, self.bias)
+        return self.product(x) if out is None else out
+
     def product(self, x: Tensor) -> Tensor:
         faster = self.faster_swapped(x.numel() // self.in_features)
         if faster and swapping_keeps_bits(torch.get_num_threads()):
@@ -176,12 +186,6 @@ class OneDnnLinear(CpuLinear):
         # ``contiguous`` transposes on one thread, ``cat`` on all: 8192 by 16 in 164 and 91 us on
         # an EPYC's two, 512 by 16 in 14 both.
         return self._with_bias(x, lambda rows: torch.cat((one_dnn(self.weight, rows).t(),)))
-
-
-def one_dnn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """oneDNN's product, a [..., n] times the transpose of b [m, n]."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return product
 
 
 @cache
@@ -227,15 +231,10 @@ def _transpose(x: Tensor) -> Tensor:
     return x.to_mkldnn().transpose(0, 1).to_dense()
 
 
-def _works() -> bool:
-    """Whether oneDNN's operator exists."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 def cpu_stand_ins(model: nn.Module, context: AttentionContext) -> dict[nn.Module, nn.Module]:
     """By module, for every plain ``nn.Linear`` on a CPU whose dtype has one."""
     kinds: dict[torch.dtype, type[CpuLinear]] = {}
-    if _works():
+    if works():
         kinds[torch.float32] = OneDnnLinear
     if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
         kinds[torch.bfloat16] = TransposedLinear

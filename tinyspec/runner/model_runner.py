@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.cpu_linears import keep_freed_memory
 from tinyspec.model.gradients import Tape
 from tinyspec.model.introspection import accepted
+from tinyspec.model.one_dnn import PrepackedWeights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch, PackedPass, PassMemory
 from tinyspec.runner.graphs import PassGraphs
-from tinyspec.runner.kv_cache import KVCache, dtype_of
+from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 
@@ -30,8 +32,9 @@ class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
     served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
-    graphs: of passes by the Triton kernels, which run at fixed addresses. states: how many
-    sequences have states of recurrent layers, and places of their rings.
+    graphs: of passes by the Triton kernels, which run at fixed addresses. prepacked: weights, for
+    passes on the engine's own pages. states: how many sequences have states of recurrent layers,
+    and places of their rings.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
+        self.prepacked = PrepackedWeights(partial(free_memory, device))
         self.memory = PassMemory(config, buckets, device, fixed=kernels.backend == "triton")
         self.serve(served)
 
@@ -160,6 +164,7 @@ class ModelRunner:
 
         def forward() -> Tensor:
             batch, keep = self.memory.batch(packed)
+            self._context.prepacked = self.prepacked
             return self.forward(batch, keep, shape.canonical, hooks)
 
         if packed.embeds or hooks is not None or self.kernels.backend == "torch":
