@@ -105,11 +105,11 @@ def test_what_is_not_prepacked():
         made = PrepackedWeights(lambda room=room: room)
         with torch.inference_mode():
             x = torch.randn(8, weight.shape[1])
-            assert [made.product(x, weight, None) for _ in range(2 * REPAID)] == [None] * 16
+            assert [made.product(x, weight, None) for _ in range(2 * REPAID)] == [None] * 2 * REPAID
     made = prepacked(large, room=4 * large.nbytes)
     other = torch.randn(512, 512)  # the room is taken
     with torch.inference_mode():
-        assert [made.product(x, other, None) for _ in range(2 * REPAID)] == [None] * 16
+        assert [made.product(x, other, None) for _ in range(2 * REPAID)] == [None] * 2 * REPAID
         made.forget()
         assert [made.product(x, other, None) for _ in range(REPAID)][-1] is not None
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tinyspec import EngineConfig
-from tinyspec.scheduler.buckets import LADDER, MOST_DRAFTS, Buckets, ladder, row_counts
+from tinyspec.scheduler.buckets import LADDER, MOST_DRAFTS, STALE, Buckets, ladder, row_counts
 
 
 def test_the_ladder():
@@ -145,3 +145,27 @@ def test_rows_that_are_left_over_cost_another_pass():
         buckets.learn(buckets.sizes, costs)
         chosen[large] = buckets.cheapest(8, 1024)
     assert chosen == {1080: 1024, 1120: 512}
+
+
+def test_costs_of_a_slower_time_keep_no_bucket_from_use(monkeypatch, passes_count):
+    """As a proof measured them while three others ran beside it, in ms: every pass of 32 rows was
+    cut into two of 16, so that none showed what 32 cost. And as a pass in such a time measures."""
+
+    def proven():
+        buckets = Buckets(64, 16, [2, 16, 24, 32])
+        buckets.learn(buckets.sizes, {2: 5.0, 16: 30.0, 24: 205.0, 32: 72.0})
+        return buckets
+
+    buckets = proven()
+    assert buckets.cheapest(2, 32) == 32 and buckets.seconds(24, True) < buckets.seconds(32, True)
+    buckets.ran(32, True, 80.0)
+    for _ in range(STALE - 1):
+        buckets.ran(16, True, 20.0)
+        assert buckets.seconds(32, True) == 80.0, "so it was, of late"
+    assert buckets.cheapest(2, 32) < 32
+    buckets.ran(16, True, 20.0)
+    assert buckets.cheapest(2, 32) == 32, "is tried again"
+    buckets.ran(32, True, 24.0)
+    assert buckets.seconds(32, True) == 24.0
+    monkeypatch.setattr(Buckets, "_bound_others", lambda *_: None)
+    assert proven().cheapest(2, 32) == 16, "control"

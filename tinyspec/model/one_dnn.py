@@ -17,7 +17,9 @@ OPERATORS = "_linear_pointwise", "_reorder_linear_weight"
 # Rows of which products are faster by prepacked weights: one takes another product, with other
 # bits, and of many rows laying out is the least part. On an EPYC with AVX-512, two threads, 512 by
 # 1408 took 161, 204, 260, 354, 549, 955 and 3,483 us at 2, 8, 16, 32, 64, 128 and 512 rows,
-# prepacked 141, 137, 171, 277, 463, 864 and 3,321.
+# prepacked 141, 137, 171, 277, 463, 864 and 3,321; with oneDNN kept to AVX2 333, 413, 368, 514, 670
+# and 1,443 at 2 to 128, swapped 247, 329, 375, 652, 845 and 1,636, prepacked 183, 261, 281, 418,
+# 580 and 1,290.
 PREPACKED_ROWS = range(2, 129)
 # Below so many elements nothing is gained: 128 by 128 took 20 to 29 us at 4 to 64 rows, prepacked
 # 18 to 27, 512 by 8 less than prepacked.
@@ -44,7 +46,8 @@ def one_dnn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @dataclass
 class _Use:
-    """How often a weight with this address and version was multiplied, and its copy."""
+    """How often a weight with this address and version was multiplied, and its copy; the weight is
+    held, so that no other gets its id."""
 
     weight: Tensor
     mark: tuple[int, int]

@@ -27,6 +27,9 @@ GROWS = 0.5
 # kind's own, the rest the pace of all: what else a machine does slows down whichever kind runs, and
 # one that does not run would be taken for the faster one meanwhile, and for the slower one later.
 SLOWER, FASTER, FIRST, OWN = 1 / 32, 1 / 2, 3, 1 / 8
+# What is believed of a pass beyond what those of other buckets allow, where none in its own has run
+# for so many passes.
+MORE, STALE = 1 / 16, 64
 # Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
 MOST_DRAFTS = 16
 # Windows that are weighed beside those that fill a canonical bucket.
@@ -89,7 +92,10 @@ class Buckets:
         self._costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
         self._bounds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         self._guesses: dict[tuple[int, bool], float] = {}
+        # Of each kind since its cost was set, all of them, and how many that was at its latest.
         self._passes: Counter[tuple[int, bool]] = Counter()
+        self._count = 0
+        self._latest: dict[tuple[int, bool], int] = {}
         self.wanted = (0, 0)
 
     def learn(
@@ -104,6 +110,9 @@ class Buckets:
         assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
         for rows, cost in (seconds or {}).items():
             self._costs[rows in self._own_way].setdefault(rows, cost / self._pace)
+        for own, costs in self._costs.items():
+            for rows in costs:
+                self._bound_others(rows, own)
         self._guesses = {}
 
     def forget(self) -> None:
@@ -121,6 +130,7 @@ class Buckets:
                 self._guesses = {}
             return
         self._passes[kind] += 1
+        self._count += 1
         before, number = costs.get(bucket, seconds), self._passes[kind]
         if number == 1:  # what a proof's passes took, if anything is known, left some out
             self._guesses = {}
@@ -132,6 +142,19 @@ class Buckets:
             change = 1 + part * (min(seconds / before, 2) - 1)
             costs[bucket] *= change**OWN
             self._pace *= change ** (1 - OWN)
+        self._latest[kind] = self._count
+        self._bound_others(bucket, own)
+
+    def _bound_others(self, rows: int, own: bool) -> None:
+        """Passes of fewer rows take no longer than those of ``rows``, of more rows no longer a row,
+        but for MORE. Where costs of buckets that have not run for STALE passes say so, they are of
+        a time when the machine was slower, and no pass would tell: other buckets are chosen."""
+        costs = self._costs[own]
+        for other, cost in costs.items():
+            most = (1 + MORE) * costs[rows] * max(1.0, other / rows)
+            if cost > most and self._count - self._latest.get((other, own), -STALE) >= STALE:
+                costs[other] = most
+                self._passes[other, own] = 0  # its next pass tells
 
     @property
     def largest(self) -> int:
