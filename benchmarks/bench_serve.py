@@ -4,7 +4,8 @@ Servers of both sides run beside each other, each on the same small model with r
 client asks them in turns for the same texts, and who is not asked is stopped (SIGSTOP), so that it
 takes no processor. Rates are of whole requests; times to the first token and between two pieces of
 a text are those of streams. The overhead is that of answers that are not streamed, over
-`Engine.generate` of the same requests in this process. Needs the extra `serve`. Run with
+`Engine.generate` of the same requests in this process. Passes are proven before. Needs the extra
+`serve`. Run with
 
     python benchmarks/bench_serve.py [--concurrency 1 8 32] [--rounds N] [--smoke]
         [--dtype bfloat16] [--json FILE]
@@ -47,7 +48,9 @@ from tinyspec import Engine, SamplingParams
 # Seconds that a server may take until it answers.
 START = 180
 COMMANDS = {
-    "tinyspec": ["tinyspec.cli.main", "serve", "--model", "{model}", "--port", "{port}"],
+    "tinyspec": [
+        *("tinyspec.cli.main", "serve", "--model", "{model}", "--port", "{port}", "--warm-up"),
+    ],
     "transformers serve": [
         *("transformers.cli.transformers", "serve", "{model}", "--port", "{port}"),
         # By default its cache is a part of all memory, which is filled: 11 GB of 24 here.
