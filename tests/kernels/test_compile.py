@@ -58,6 +58,7 @@ SPILLS = {
     ("sm_120", "short_conv torch.bfloat16 odd ring"): 32,
     ("sm_120", "short_conv torch.float16 odd ring"): 32,
 }
+# Its taps are unrolled.
 LOOPLESS = "short_conv_kernel"
 # Instructions that a warp may take of it for a tile of 64 rows and 64 keys, heads of 128, on sm_90.
 WALK = 1000

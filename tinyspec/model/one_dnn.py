@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinyspec.model.quantized import trace
+
 OPERATORS = "_linear_pointwise", "_reorder_linear_weight"
 # Rows of which products are faster by prepacked weights: one takes another product, with other
 # bits, and of many rows laying out is the least part. On an EPYC with AVX-512, two threads, 512 by
@@ -50,7 +52,7 @@ class _Use:
     held, so that no other gets its id."""
 
     weight: Tensor
-    mark: tuple[int, int]
+    mark: tuple[int, ...]
     times: int = 0
     copy: Tensor | None = None
 
@@ -100,7 +102,7 @@ class PrepackedWeights:
         """The weight, prepacked once it was used often enough to repay it."""
         if weight.is_inference():  # counts no writes
             return None
-        mark, use = (weight.data_ptr(), weight._version), self._uses.get(id(weight))
+        mark, use = trace(weight), self._uses.get(id(weight))
         if use is None or use.mark != mark:
             use = self._uses[id(weight)] = _Use(weight, mark)
         use.times += 1
