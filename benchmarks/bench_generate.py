@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,8 @@ from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import EngineConfig, patch, unpatch
 from tinyspec.model.cpu_linears import cpu_stand_ins
+from tinyspec.model.one_dnn import PrepackedWeights
+from tinyspec.runner.kv_cache import free_memory
 
 SAME_LINEARS = ", same linears"
 BLOCK = 256
@@ -61,7 +63,8 @@ def model_for(dtype: str, smoke: bool, side: str) -> Any:
     """The same weights for all sides; a model for each, as engine and manager change theirs."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
     if side.endswith(SAME_LINEARS):
-        made = cpu_stand_ins(model, SimpleNamespace(canonical=False))
+        prepacked = PrepackedWeights(partial(free_memory, torch.device(DEVICE)))
+        made = cpu_stand_ins(model, SimpleNamespace(canonical=False, prepacked=prepacked))
         for parent in list(model.modules()):
             for name, own in list(parent.named_children()):
                 setattr(parent, name, made.get(own, own))
