@@ -236,6 +236,31 @@ def test_text_stream(make, seed):
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
+@pytest.mark.parametrize("step", [1, 5])
+def test_what_never_becomes_a_character(step):
+    """Bytes without an end are told after some of them, and each is decoded a few times."""
+    tokenizer = byte_tokenizer()
+    valid = tokenizer("a\N{GRINNING FACE}" * 3)["input_ids"]
+    half = tokenizer("\N{GRINNING FACE}")["input_ids"][:2]
+    ids, decoded = [*valid, *half * 300, *valid[1:], *half[:1] * 14, *valid[1:], *valid], []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given)
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(ids[n : n + step], False) for n in range(0, len(ids), step)]
+    assert "".join(pieces) == decode(ids, skip_special_tokens=True)
+    assert sum(map(bool, pieces)) > 20 and max(decoded) < 100
+
+
+def test_the_end_tells_what_was_held_back():
+    """Also where it comes without a token: the beginning of a stop string, half a character."""
+    tokenizer = byte_tokenizer()
+    half = tokenizer("\N{GRINNING FACE}")["input_ids"][:2]
+    for told, held, given in (("the q", " q", ()), ("the", tokenizer.decode(half), half)):
+        stream = TextStream(tokenizer, stops=(" quick",))
+        begun = stream.push(tokenizer(told)["input_ids"], False) + stream.push(given, False)
+        assert begun == "the" and stream.push([], True) == held
+
+
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     """As Llama 2's: a space before a word is its first letter, and a text has none before it."""
     words = ["<unk>", "<end>", "▁", "▁a", "b", "▁long", "er"]

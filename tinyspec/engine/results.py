@@ -18,6 +18,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Tokens that a piece of text is decoded behind: more of them, in which only few are shown, do not
 # change it.
 MOST_BEFORE = 64
+# Tokens of a character, and those that are held back for one: more of them are none.
+MOST_BYTES, MOST_HELD = 4, 16
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
@@ -83,15 +85,15 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
 
 class TextStream:
     """Text of a growing sequence, piece by piece and in whole characters; what is or may be one of
-    ``stops`` is held back.
+    ``stops`` is held back. special: special tokens have a text, too.
 
     Each piece is decoded together with the last one before it that shows something, because some
     tokenizers decode a token differently at the start of a text.
     """
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
-        self._tokenizer, self._stops = tokenizer, stops
-        self._held = ""
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), special: bool = False):
+        self._tokenizer, self._stops, self._special = tokenizer, stops, special
+        self._held = self._known = ""
         self._tokens: list[int] = []
         self._before: list[int] = []
         self._piece: list[int] = []
@@ -101,20 +103,34 @@ class TextStream:
         held back and is no stop string."""
         if self._tokenizer is None:
             return None
-        self._tokens += token_ids
         self._piece += token_ids
-        both = self._before + self._piece
-        known = decode(self._tokenizer, self._before) or ""
-        text = decode(self._tokenizer, both) or ""
+        piece, known = self._piece, self._known
+        text = self._decode(self._before + piece)
         if text.endswith(_INCOMPLETE) and not last:
-            return ""
+            if len(piece) < MOST_HELD:
+                return ""
+            for end in range(-1, -MOST_BYTES, -1):  # the last whole character
+                piece = self._piece[:end]
+                text = self._decode(self._before + piece)
+                if not text.endswith(_INCOMPLETE):
+                    break
+        rest = self._piece[len(piece) :]
         shows = len(text) > len(known)
-        self._before, self._piece = self._piece if shows else both[:MOST_BEFORE], []
-        text = self._held + text[len(known) :]
+        self._before = piece if shows else (self._before + piece)[:MOST_BEFORE]
+        self._known = self._decode(self._before)
+        self._tokens += piece
+        self._piece, text = rest, self._held + text[len(known) :]
         held = hidden(self._tokenizer, self._tokens, self._stops, last) if self._stops else 0
         end = max(0, len(text) - held)
         self._held = text[end:]
         return text[:end]
+
+    def peek(self, token: int) -> str:
+        """What ``token`` would add, whole or not."""
+        return self._decode([*self._before, *self._piece, token])[len(self._known) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not self._special))
 
 
 @dataclass
