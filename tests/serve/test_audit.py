@@ -65,6 +65,10 @@ def test_a_response(served, kind):
         found = verdict(changed(response, place))
         other = place == ("system_fingerprint",)
         assert found in ("differs", 400, *["not comparable"] * other), place
+    holder = [] if kind == "responses" else ["choices", 0]
+    other = changed(response, [*holder, "token_ids", 5])
+    found = served.post_raw("/v1/audit", {"request": request, "response": other}).json()
+    assert found["reason"].startswith("choices[0].token_ids[5]: " if holder else "token_ids[5]: ")
 
 
 def test_what_cannot_be_compared(served):
@@ -77,7 +81,8 @@ def test_what_cannot_be_compared(served):
     assert found["verdict"] == "not comparable" and "deterministic" in found["reason"]
     without = served.post(COMPLETIONS, **request | {"return_token_ids": False}).json()
     assert "return_token_ids" in audited(request, without).json()["error"]["message"]
-    for choices in (without["choices"], [None], [1], 5, None, "x", [{"token_ids": [None]}]):
+    bad = [{"token_ids": ids} for ids in ([None], [1.0], ["1"], [True], [-1], [10**6], 5)]
+    for choices in (without["choices"], [None], [1], 5, None, "x", {}, *([one] for one in bad)):
         found = audited(request, {**without, "choices": choices})
         assert found.status_code == 400 and found.json()["error"]["param"] == "response"
 

@@ -32,7 +32,7 @@ from tests.support.serving import (
 )
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine
-from tinyspec.serve.app import create_app
+from tinyspec.serve.app import Server
 
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
 LONG_ONES = {
@@ -130,7 +130,7 @@ def test_the_key(bundled):
 
 def test_bodies_are_bounded(bundled):
     """One that is too large, says so or not, or never ends."""
-    with running(bundled, max_body=10_000, body_seconds=0.5) as server:
+    with running(bundled, bounds=(10_000, 0.5)) as server:
         assert server.post(COMPLETIONS, prompt="a " * 20_000).status_code == 413
         chunk = b"1000\r\n" + b" " * 0x1000 + b"\r\n"
         with connected(server.url) as client:
@@ -173,7 +173,7 @@ def test_what_no_server_is_made_of(bundled):
         ):
             shared = AsyncEngine(engine)
             with pytest.raises(ValueError, match=complaint):
-                create_app(shared, MODEL, **settings)
+                Server(shared, MODEL, **settings)
             asyncio.run(shared.close())
 
 

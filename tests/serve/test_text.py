@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
+from tinyspec.engine.results import TextStream
 from tinyspec.serve.guard import Failure
-from tinyspec.serve.replies import TokenTexts
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}
@@ -147,13 +147,11 @@ def test_texts_of_tokens_join_to_the_text():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")
     smile = [2 + byte for byte in "\U0001f600".encode()]
     tokens = [258, 258, 259, 260, *smile, *smile, 260, 1, 260]
-    for hidden, text in ((True, " a b\U0001f600\U0001f600 b b"), (False, None)):
-        texts = TokenTexts(tokenizer.decode, hidden)
-        found = "".join(map(texts.push, tokens))
-        assert found == tokenizer.decode(tokens, skip_special_tokens=hidden) == (text or found)
+    for special, text in ((False, " a b\U0001f600\U0001f600 b b"), (True, None)):
+        texts = TextStream(tokenizer, special=special)
+        found = "".join(texts.push([token], last=False) for token in tokens)
+        assert found == tokenizer.decode(tokens, skip_special_tokens=not special) == (text or found)
         assert found != "".join(tokenizer.decode([token]) for token in tokens), "control"
-    cut = TokenTexts(tokenizer.decode, hidden=False, cut=len("<s> "))
-    assert "".join(map(cut.push, [0, 260, 260])) == "b b"
 
 
 def test_the_likeliest_tokens_of_a_prompt(client, bundled):

@@ -134,6 +134,7 @@ def test_pieces(data):
         text += "".join(parts) + data.draw(st.sampled_from(["", "\n"]))
     else:
         text = data.draw(st.sampled_from(["", "Look: "])) + chosen[0]
+        text += (behind := data.draw(st.sampled_from(["", " 1", "\n"])))
         chosen = chosen[:1]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
@@ -142,3 +143,5 @@ def test_pieces(data):
     assert [name for name, _ in whole[1]] == [json.loads(c)["name"] for c in chosen if c in good]
     if not whole[1]:
         assert whole[0] == text
+    elif form is LLAMA:
+        assert whole[0] == (text.removesuffix(chosen[0] + behind) + behind).rstrip()

@@ -13,7 +13,7 @@ import uvicorn
 from tests.support.patience import PATIENCE
 from tinyspec import AsyncEngine, Engine, EngineConfig
 from tinyspec.cli.serve import KEEP_ALIVE
-from tinyspec.serve.app import create_app
+from tinyspec.serve.app import BOUNDS, Server, create_app
 from tinyspec.tools.demo import BUNDLED
 
 MODEL = "storyteller"
@@ -53,9 +53,9 @@ def wait_until(done):
 
 
 @contextmanager
-def running(engine, limits=None, model=MODEL, **settings):
+def running(engine, limits=None, model=MODEL, api_key=None, bounds=BOUNDS, **settings):
     shared = AsyncEngine(engine, **limits or {})
-    app = create_app(shared, model, **settings)
+    app = create_app(Server(shared, model, **settings), api_key, bounds)
     kept = {"timeout_keep_alive": KEEP_ALIVE}
     config = uvicorn.Config(app, port=0, http="h11", log_level="error", **kept)
     server = uvicorn.Server(config)

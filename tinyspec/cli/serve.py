@@ -46,7 +46,7 @@ def serve(options: Namespace) -> int:
     import uvicorn
 
     from tinyspec.engine.async_engine import AsyncEngine
-    from tinyspec.serve.app import create_app
+    from tinyspec.serve.app import Server, create_app
 
     name = options.served_model_name or options.model or Path(common.model_name(options)).name
     # A key given as an option stands in the list of processes.
@@ -56,10 +56,9 @@ def serve(options: Namespace) -> int:
         if options.warm_up:
             engine.warm_up()
         served = AsyncEngine(engine, **limits)
-        how = {"deterministic": options.deterministic, "api_key": key}
-        app = create_app(served, name, timeout=options.timeout, **how)
+        server = Server(served, name, options.deterministic, options.timeout)
         settings = uvicorn.Config(
-            app,
+            create_app(server, key),
             host=options.host,
             port=options.port,
             http="h11",
@@ -72,7 +71,7 @@ def serve(options: Namespace) -> int:
             timeout_graceful_shutdown=options.drain,
         )
 
-        class Server(uvicorn.Server):
+        class Process(uvicorn.Server):
             """Ctrl-C again aborts what is unfinished, where uvicorn would wait for it."""
 
             def handle_exit(self, sig: int, frame: Any) -> None:
@@ -81,5 +80,5 @@ def serve(options: Namespace) -> int:
                     for task in self.server_state.tasks:
                         task.cancel()
 
-        Server(settings).run()
+        Process(settings).run()
     return 0

@@ -35,10 +35,8 @@ KINDS: dict[int, tuple[str, str | None]] = {
 NAMED = {"engine": (503, None), "model": (404, "model_not_found")}
 CLOSE = {"Connection": "close"}
 # Errors that are answered; those with a class of their own before the others.
-HANDLED = (  # Python 3.10 has two TimeoutErrors
-    *(RequestValidationError, HTTPException, ClientDisconnect, ValueError, TinyspecError),
-    *(TimeoutError, asyncio.TimeoutError, Exception),
-)
+HANDLED: list[Any] = [RequestValidationError, HTTPException, ClientDisconnect, ValueError]
+HANDLED += TinyspecError, TimeoutError, Exception
 
 
 class Failure(BaseModel):
@@ -69,7 +67,7 @@ def failure(error: Exception, body: Any = None) -> tuple[int, dict[str, Any], di
         status, param = 400, "deterministic"
     elif isinstance(error, QueueFull):
         status, headers = 429, {"Retry-After": "1"}
-    elif isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    elif isinstance(error, TimeoutError):
         status, text = 504, "the request took longer than this server allows"
     elif found := re.match(r"(\w+)[^=]*=.* is not allowed: ", text, re.DOTALL):
         param = found[1]
@@ -95,12 +93,12 @@ async def answer_error(http: Request, error: Exception) -> Response:
 class Guard:
     """ASGI middleware: who may ask, how large a body may be, and how long it may take.
 
-    api_key: what must be sent as bearer token but to /health; None lets all in. max_body: bytes,
-    which must be there after ``body_seconds``.
+    api_key: what must be sent as bearer token but to /health; None lets all in. bounds: of bodies
+    in bytes, and in seconds until all of one is there.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int, body_seconds: float):
-        self.app, self.max_body, self.body_seconds = app, max_body, body_seconds
+    def __init__(self, app: ASGIApp, api_key: str | None, bounds: tuple[int, float]):
+        self.app, (self.max_body, self.body_seconds) = app, bounds
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,8 +17,8 @@ from tinyspec.tools.terminal import table
 # Where servers put text: completions, chat, and two names for reasoning.
 TEXTS = ("text", "content", "reasoning", "reasoning_content")
 COMPARED = ("text", "token_ids", "logprobs", "finish_reason")
-# Characters shown on each side of a difference.
-AROUND = 24
+# Characters, or tokens, that are shown from a difference on.
+FOLLOWING = 8
 # Characters of an error by which failures are counted.
 KIND = 60
 
@@ -58,13 +58,6 @@ class Answer:
         answer.text = "".join(parts.values())
         return answer if answer.finish_reason else cls(error="an answer without an end")
 
-    def around(self, character: int, token: int | None) -> str:
-        """Its text at a place, and the token there with its log-probability."""
-        text = repr(self.text[max(character - AROUND, 0) : character + AROUND])
-        if token is None or token >= len(self.logprobs):
-            return text
-        return f"{text}, token {' '.join(self.logprobs[token])}"
-
 
 def _logprobs(choice: dict[str, Any]) -> list[tuple[str, str]]:
     """In the form of chat, or in that of completions."""
@@ -75,21 +68,16 @@ def _logprobs(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def difference(alone: Answer, other: Answer) -> str | None:
-    """Where a request's answer alone and another one differ first, with both texts around it; None
-    where the text, and what else both have, is equal."""
-    places = {}
+    """Where the texts of a request's answer alone and of another one differ first, and whatever
+    else both have, with what follows there; None where all is equal."""
+    found = []
     for name in COMPARED:
         first, second = getattr(alone, name), getattr(other, name)
         if first != second and (name == "text" or (first and second)):
-            places[name] = first_place(list(first), list(second)) or 0
-    if not places:
-        return None
-    token = min((places[name] for name in places if name in COMPARED[1:3]), default=None)
-    before = "".join(text for text, _ in alone.logprobs[:token])
-    character = places.get("text", len(before))
-    where = f"character {character}" if token is None else f"token {token}"
-    sides = alone.around(character, token), other.around(character, token)
-    return f"{where} ({', '.join(places)})\n  alone: {sides[0]}\n  other: {sides[1]}"
+            place = first_place(list(first), list(second)) or 0
+            rest = (one[place : place + FOLLOWING] for one in (first, second))
+            found.append("{}[{}]: {!r} -> {!r}".format(name, place, *rest))
+    return "\n  ".join(found) or None
 
 
 @dataclass

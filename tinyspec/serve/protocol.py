@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from openai.types import chat, responses, shared_params
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     Json,
+    ValidationError,
     model_validator,
 )
 
@@ -30,7 +30,6 @@ T = TypeVar("T")
 # Completions that one request may ask for, of all its prompts.
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
-SECOND = "max_completion_tokens"  # another name of max_tokens
 # JSON as models learn it. A model that may write any white space may write no end of it.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
@@ -91,7 +90,8 @@ class Strict(BaseModel):
 
     def api_name(self, name: str) -> str:
         """What the API calls a field."""
-        name = self.prompt_field if name in ("prompt", "messages", "content") else name
+        of_prompt = dict.fromkeys(("prompt", "messages", "content"), self.prompt_field)
+        name = {**of_prompt, "grammar": "tools"}.get(name, name)
         field = type(self).model_fields.get(name)
         return str((field and field.alias) or name)
 
@@ -246,31 +246,22 @@ class ChatRequest(TokenRequest, ToolRequest):
 
     prompt_field = "messages"
     messages: Objects[Message] = Field(min_length=1)
-    max_new_tokens: int | None = Field(
-        None,
-        ge=1,
-        alias="max_tokens",
-        validation_alias=AliasChoices("max_tokens", SECOND),
-    )
+    max_new_tokens: int | None = Field(None, ge=1, alias="max_tokens")
+    max_completion_tokens: int | None = Field(None, ge=1)  # the same; clients may give both
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     json_schema: ResponseFormat | None = Field(None, alias="response_format")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _said_twice(cls, data: Any) -> Any:
-        """Clients that do not know which name is read give both."""
-        if isinstance(data, dict) and data.get("max_tokens") == data.get(SECOND):
-            return {name: value for name, value in data.items() if name != SECOND}
-        return data
-
-    def api_name(self, name: str) -> str:
-        return "tools" if name == "grammar" else super().api_name(name)
-
     def prompts(self) -> list[Any]:
+        return [self.chat([message.plain() for message in self.messages])]
+
+    def params(self, **given: Any) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", self.top_logprobs, "0 without logprobs=true")
-        return [self.chat([message.plain() for message in self.messages])]
+        given["max_new_tokens"] = most = self.max_completion_tokens or self.max_new_tokens
+        if self.max_new_tokens not in (None, most):
+            raise refuse("max_completion_tokens", most, f"max_tokens={self.max_new_tokens}")
+        return super().params(**given)
 
 
 class InputMessage(TextMessage):
@@ -335,8 +326,23 @@ class Detokenize(Strict):
     tokens: FastList[TokenId]
 
 
+class Told(BaseModel):
+    """What an answer says of one completion, with return_token_ids."""
+
+    token_ids: FastList[Annotated[int, Field(strict=True, ge=0)]]
+
+
 class AuditRequest(Strict):
     """Of ``/v1/audit``: a request with return_token_ids, as it was sent, and what was answered."""
 
     request: dict[str, Any]
     response: dict[str, Any]
+
+    def told(self) -> list[list[int]]:
+        """The tokens of all completions. Raises ValueError."""
+        given = self.response.get("choices", [self.response])
+        try:
+            return [Told.model_validate(choice).token_ids for choice in given]
+        except (TypeError, ValidationError):
+            allowed = "token_ids of each choice, by a request with return_token_ids=true"
+            raise refuse("response", given, allowed) from None

@@ -10,16 +10,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, ClassVar
 
+from tinyspec.engine.results import TextStream
 from tinyspec.outputs import RequestOutput, StreamEvent
-from tinyspec.serve.tools import ToolFormat, ToolText
+from tinyspec.serve.tools import ToolText
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
 LEAST_LOGPROB = -9999.0
-# Of a character.
-MOST_BYTES = 4
 # What completions say of a token.
 OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 # What of the request its response does not repeat, and what all responses here have.
@@ -33,19 +31,15 @@ SHARED = {field.name for field in fields(StreamEvent)}
 
 def events_of(outputs: Iterable[RequestOutput]) -> list[StreamEvent]:
     """One event of each completion, with all of it."""
-    return [
-        StreamEvent(
-            request_id=output.request_id,
-            prompt=number,
-            index=index,
-            fingerprint=output.fingerprint,
-            prompt_logprobs=output.prompt_logprobs,
-            cached_prompt_tokens=completion.stats.cached_prompt_tokens,
-            **{name: value for name, value in vars(completion).items() if name in SHARED},
-        )
-        for number, output in enumerate(outputs)
-        for index, completion in enumerate(output.completions)
-    ]
+    events = []
+    for number, output in enumerate(outputs):
+        given = {name: value for name, value in vars(output).items() if name in SHARED}
+        for index, completion in enumerate(output.completions):
+            own = {name: value for name, value in vars(completion).items() if name in SHARED}
+            cached = completion.stats.cached_prompt_tokens
+            own |= {"prompt": number, "index": index, "cached_prompt_tokens": cached}
+            events.append(StreamEvent(**given | own))
+    return events
 
 
 def sse(data: Any) -> str:
@@ -58,110 +52,68 @@ def share(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
-class TokenTexts:
-    """Texts of tokens that stand one behind another, so that they join to the whole text.
-
-    hidden: special tokens have no text. cut: characters at the beginning that are left out. place:
-    where the next one begins in the text.
-    """
-
-    def __init__(self, decode: Callable[..., str], hidden: bool, cut: int = 0):
-        self._decode = partial(decode, skip_special_tokens=hidden)
-        self._cut, self.place = cut, 0
-        # Tokens of the last text that there was, alone, and of a character that is not complete.
-        self._before, self._known = list[int](), ""
-        self._held: list[int] = []
-
-    def after(self, token: int) -> str:
-        """What ``token`` would add."""
-        return self._decode([*self._before, *self._held, token])[len(self._known) :]
-
-    def push(self, token: int) -> str:
-        """What ``token`` adds. A character of several tokens is the last one's."""
-        text = self.after(token)
-        self._held.append(token)
-        if text.endswith("\ufffd") and len(self._held) < MOST_BYTES:
-            return ""
-        if text or not self._before:  # else it shows nothing to decode behind
-            self._before, self._known = self._held, self._decode(self._held)
-        self._held = []
-        shown = text[self._cut :]
-        self._cut -= len(text) - len(shown)
-        self.place += len(shown)
-        return shown
-
-
 @dataclass
 class Choice:
-    """What was said of one completion: its text as far as it may be a call, and its tokens'."""
+    """What was said of one completion: its text as far as it may be a call, its tokens', and where
+    the next of these begins."""
 
     text: ToolText
-    texts: TokenTexts
+    texts: TextStream
     begun: bool = False
+    place: int = 0
 
 
 @dataclass
 class Reply:
     """What is said of one request.
 
-    prompts: token ids. decode: the tokenizer's. fingerprint: the engine's, until an output has one.
-    seed: as drawn, where the request has none. format: of the calls that are looked for.
-    prompt_tops: of each prompt, the likeliest tokens from its second place on, for an echo.
+    prompts: token ids. fingerprint: the engine's, until an output has one.
+    seed: as drawn, where the request has none. split: makes what finds calls.
+    began: when it came. prompt_tops: the likeliest tokens at the places of each prompt.
     """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
-    counted: ClassVar[tuple[str, str]] = ("prompt", "completion")
+    counted: ClassVar[tuple[str, str]] = ("prompt_tokens", "completion_tokens")
     body: Any
     prompts: list[list[int]]
-    decode: Callable[..., str]
+    tokenizer: Any
     fingerprint: str
-    format: ToolFormat | None = None
-    seed: int | None = None
+    split: Callable[[], ToolText]
+    seed: int | None
+    began: float
     generated: int = 0
     prompt_tops: list[Any] = field(default_factory=list)
     _cached: dict[int, int] = field(default_factory=dict)
-    _choices: dict[int, Choice] = field(default_factory=dict)
+    _choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reply_id, self.created = f"{self.prefix}_{uuid.uuid4().hex}", int(time.time())
 
-    def note(self, event: StreamEvent) -> Choice:
-        """Count an event; what was said of its completion."""
+    def note(self, event: StreamEvent) -> tuple[Choice, dict[str, Any]]:
+        """Count an event; what was said of its completion, and what is said at every endpoint."""
         self.fingerprint = event.fingerprint or self.fingerprint
         self.generated += len(event.token_ids)
         self._cached.setdefault(event.prompt, event.cached_prompt_tokens or 0)
-        index = event.prompt * self.body.completions + event.index
-        if index not in self._choices:
-            names = {tool["function"]["name"] for tool in getattr(self.body, "tools", ())}
-            texts = TokenTexts(self.decode, hidden=True)
-            self._choices[index] = Choice(ToolText(self.format, names), texts)
-        return self._choices[index]
+        key = event.prompt, event.index
+        if key not in self._choices:
+            self._choices[key] = Choice(self.split(), TextStream(self.tokenizer))
+        own: dict[str, Any] = {"token_ids": event.token_ids} if self.body.return_token_ids else {}
+        own |= {"index": event.prompt * self.body.completions + event.index}
+        own |= {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
+        return self._choices[key], own
 
-    def _said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
+    def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         """What an event adds to its choice, or all of it."""
-        choice = {
-            "index": event.prompt * self.body.completions + event.index,
-            "finish_reason": event.finish_reason,
-            "stop_reason": event.stop_reason,
-        }
-        tokens = {"token_ids": event.token_ids} if self.body.return_token_ids else {}
-        return {**tokens, **choice, **self.said(event, self.note(event), whole)}
-
-    def said(self, event: StreamEvent, choice: Choice, whole: bool) -> dict[str, Any]:
-        """The same, of what endpoints differ in."""
         raise NotImplementedError
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt, (given, said) = sum(map(len, self.prompts)), self.counted
-        return {
-            f"{given}_tokens": prompt,
-            f"{said}_tokens": self.generated,
-            "total_tokens": prompt + self.generated,
-            f"{given}_tokens_details": {"cached_tokens": sum(self._cached.values())},
-        }
+        counts = [sum(map(len, self.prompts)), self.generated]
+        found = dict(zip(self.counted, counts, strict=True))
+        details = {"cached_tokens": sum(self._cached.values())}
+        return {**found, "total_tokens": sum(counts), f"{self.counted[0]}_details": details}
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.reply_id, "object": kind, "created": self.created}
@@ -170,12 +122,12 @@ class Reply:
 
     def whole(self, events: Iterable[StreamEvent]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choices = [self._said(event, whole=True) for event in events]
+        choices = [self.said(event, whole=True) for event in events]
         return {**self._head(self.kind), "choices": choices, "usage": self.usage}
 
     def chunks(self, event: StreamEvent) -> Iterator[str]:
         """What is sent of an event."""
-        choice = self._said(event, whole=False)
+        choice = self.said(event, whole=False)
         if any(choice.get(name) for name in NEWS):
             yield self._chunk([choice], None)
 
@@ -203,36 +155,44 @@ class CompletionReply(Reply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def said(self, event: StreamEvent, choice: Choice, whole: bool) -> dict[str, Any]:
-        own: dict[str, Any] = {"text": event.text or "", "logprobs": None}
+    def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
+        choice, own = self.note(event)
+        own |= {"text": event.text or "", "logprobs": None}
         rows: list[tuple[Any, ...]] = []
         if not choice.begun:
             choice.begun, prompt = True, self.prompts[event.prompt]
             if self.body.return_token_ids:
                 own["prompt_token_ids"] = prompt
             if self.body.echo:
-                sent, decoded = self.body.prompts()[event.prompt], self.decode(prompt)
+                sent, decoded = self.body.prompts()[event.prompt], self.tokenizer.decode(prompt)
                 echo = sent if isinstance(sent, str) else decoded
                 # What the tokenizer puts in front is no part of what was sent.
                 cut = len(decoded) - len(echo) if decoded.endswith(echo) else 0
-                own["text"], choice.texts.place = echo + own["text"], len(echo)
-                if event.prompt_logprobs is not None:
-                    texts = TokenTexts(self.decode, hidden=False, cut=cut)
-                    tops = self.prompt_tops[event.prompt] if self.prompt_tops else []
-                    rows += self._rows(texts, prompt, event.prompt_logprobs, tops and [[], *tops])
+                own["text"] = echo + own["text"]
+                if (known := event.prompt_logprobs) is not None:
+                    tops = self.prompt_tops[event.prompt] if self.prompt_tops else None
+                    texts = TextStream(self.tokenizer, special=True)
+                    rows += self._rows(choice, texts, (prompt, known, tops), cut)
+                choice.place = len(echo)
         if event.logprobs is not None:
-            rows += self._rows(choice.texts, event.token_ids, event.logprobs, event.top_logprobs)
+            told = event.token_ids, event.logprobs, event.top_logprobs
+            rows += self._rows(choice, choice.texts, told)
             own["logprobs"] = {name: [row[n] for row in rows] for n, name in enumerate(OF_TOKEN)}
         return own
 
     def _rows(
-        self, texts: TokenTexts, tokens: list[int], logprobs: list[Any], tops: list[Any] | None
+        self, choice: Choice, texts: TextStream, told: tuple[Any, ...], cut: int = 0
     ) -> Iterator[tuple[Any, ...]]:
-        """Of each token what ``OF_TOKEN`` names."""
+        """Of each token what ``OF_TOKEN`` names. told: tokens, log-probabilities, likeliest tokens.
+        cut: characters that are left out first."""
+        tokens, logprobs, tops = told
         for token, logprob, top in zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True):
             # Of tokens with one text the chosen one, then the likeliest.
-            others = {texts.after(n): share(value) for n, value in reversed(top) if n != token}
-            place, text = texts.place, texts.push(token)
+            others = {texts.peek(n): share(value) for n, value in reversed(top) if n != token}
+            whole = texts.push([token], last=False) or ""
+            text, place = whole[cut:], choice.place
+            cut -= len(whole) - len(text)
+            choice.place += len(text)
             best = None if logprob is None else {**others, text: share(logprob)}
             yield place, share(logprob), text, best
 
@@ -242,7 +202,8 @@ class ChatReply(Reply):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def said(self, event: StreamEvent, choice: Choice, whole: bool) -> dict[str, Any]:
+    def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
+        choice, own = self.note(event)
         content, calls = choice.text.push(event.text or "", event.finish_reason is not None)
         message: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
         if content or not choice.begun:
@@ -251,7 +212,7 @@ class ChatReply(Reply):
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
             message["tool_calls"] = calls if whole else numbered
         choice.begun = True
-        own: dict[str, Any] = {"message" if whole else "delta": message, "logprobs": None}
+        own |= {"message" if whole else "delta": message, "logprobs": None}
         if self.body.logprobs:
             own["logprobs"] = {"content": self._logprobs(event, choice.texts)}
         if calls and event.finish_reason == "stop":
@@ -263,11 +224,11 @@ class ChatReply(Reply):
         ids = self.body.return_token_ids and kind == self.kind
         return {**head, "prompt_token_ids": self.prompts[0]} if ids else head
 
-    def _logprobs(self, event: StreamEvent, texts: TokenTexts) -> list[dict[str, Any]]:
+    def _logprobs(self, event: StreamEvent, texts: TextStream) -> list[dict[str, Any]]:
         """Of each token of an event."""
 
         def named(token: int, logprob: float) -> dict[str, Any]:
-            text = texts.after(token) or self.decode([token])
+            text = texts.peek(token) or self.tokenizer.decode([token])
             # Part of a character has bytes that the text does not tell.
             known = None if "\ufffd" in text else list(text.encode())
             return {"token": text, "logprob": share(logprob), "bytes": known}
@@ -276,7 +237,7 @@ class ChatReply(Reply):
         for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True):
             best = [named(*pair) for pair in top]
             found.append({**named(token, logprob), "top_logprobs": best})
-            texts.push(token)
+            texts.push([token], last=False)
         return found
 
 
@@ -285,7 +246,7 @@ class ResponsesReply(Reply):
     streamed is what the events would have built."""
 
     kind, prefix = "response", "resp"
-    counted = ("input", "output")
+    counted = ("input_tokens", "output_tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -332,7 +293,7 @@ class ResponsesReply(Reply):
         return self._response()
 
     def chunks(self, event: StreamEvent) -> Iterator[str]:
-        choice, place = self.note(event), {"output_index": 0}
+        (choice, _), place = self.note(event), {"output_index": 0}
         part = {**place, "content_index": 0, "item_id": self._message}
         if not choice.begun:
             choice.begun = True

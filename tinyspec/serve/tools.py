@@ -7,9 +7,10 @@ with name and parameters behind its text. What is no call of a given function st
 from __future__ import annotations
 
 import json
-import re
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tinyspec.errors import refuse
@@ -20,14 +21,13 @@ DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """begin: of a call. opened, closed: what stands before and behind its object. arguments: what
-    they are called. grammar: of a call alone, but for the rule ``call``, its object."""
+    """begin: of a call. before, behind: what its object stands between, but for white space.
+    arguments: what they are called."""
 
     begin: str
-    opened: re.Pattern[str]
-    closed: re.Pattern[str]
+    before: str
+    behind: str
     arguments: str
-    grammar: str
 
     def constraint(self, functions: list[Any]) -> dict[str, Any]:
         """The SamplingParams that force a call of one of ``functions``."""
@@ -36,61 +36,57 @@ class ToolFormat:
             schema = {"x-guidance": LAYOUT, **(function.get("parameters") or {"type": "object"})}
             begin = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
             calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
-        return {"grammar": f"{self.grammar}\ncall: {' | '.join(calls)}"}
+        call = f"{json.dumps(self.before)} call {json.dumps(self.behind)}"
+        return {"grammar": f"start: {call}\ncall: {' | '.join(calls)}"}
 
-    def call(self, text: str, place: int, names: set[str]) -> tuple[dict[str, Any] | None, int]:
-        """The call that begins at ``place``, as OpenAI has it, and where it ends; None if what is
-        there is none, and where one may be behind it."""
-        opened = self.opened.match(text, place)
+    def call(self, text: str, names: set[str]) -> tuple[dict[str, Any] | None, str]:
+        """The call that ``text`` begins with, as OpenAI has it, and what is behind it; None if it
+        is none, and where one may follow."""
+        inner = text.removeprefix(self.before.strip()).lstrip()
         try:
-            found, end = DECODER.raw_decode(text, opened.end() if opened else place)
+            found, end = DECODER.raw_decode(inner)
         except (ValueError, RecursionError):
-            return None, place + len(self.begin)
-        closed = self.closed.match(text, end)
-        if not closed or not isinstance(found, dict) or found.keys() != {"name", self.arguments}:
-            return None, end
-        name, arguments = found["name"], found[self.arguments]
-        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
-            return None, end
-        called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        call = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
-        return call, closed.end()
+            return None, text[len(self.begin) :]
+        rest, behind = inner[end:], self.behind.strip()
+        closed = rest.lstrip() if behind else rest
+        match found:
+            case {"name": str(name), self.arguments: dict(arguments)} if len(found) == 2:
+                if name in names and closed.startswith(behind):
+                    called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                    about = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                    return {**about, "function": called}, closed.removeprefix(behind)
+        return None, rest
 
 
-HERMES = ToolFormat(
-    begin="<tool_call>",
-    opened=re.compile(r"<tool_call>\s*"),
-    closed=re.compile(r"\s*</tool_call>"),
-    arguments="arguments",
-    grammar='start: "<tool_call>\\n" call "\\n</tool_call>"',
-)
-LLAMA = ToolFormat("{", re.compile(""), re.compile(""), "parameters", grammar="start: call")
+HERMES = ToolFormat("<tool_call>", "<tool_call>\n", "\n</tool_call>", "arguments")
+LLAMA = ToolFormat("{", "", "", "parameters")
 
 
-def wanted_calls(body: Any, tokenizer: Any) -> tuple[ToolFormat | None, dict[str, Any]]:
-    """The format of the calls that a request's text may have, None where it is only text, and the
-    SamplingParams that force one. Raises ValueError."""
+def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[[], ToolText], dict[str, Any]]:
+    """What splits the text of each completion of a request, and the SamplingParams that force a
+    call. Raises ValueError."""
     functions = [tool["function"] for tool in getattr(body, "tools", ())]
     choice: Any = getattr(body, "tool_choice", "none")
     if choice == "none" or (choice == "auto" and not functions):
-        return None, {}
+        return ToolText, {}
     template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
     named = {HERMES.begin: HERMES, '"parameters": ': LLAMA}
     found = next((form for marker, form in named.items() if marker in template), None)
     if found is None or "tools" not in template:
         raise refuse("tools", "...", "none: the chat template has no calls of Hermes or Llama")
+    split = partial(ToolText, found, {function["name"] for function in functions})
     if choice == "auto":
         if any(function.get("strict") for function in functions) or not body.parallel_tool_calls:
             allowed = "a tool_choice that forces a call, with strict or parallel_tool_calls=false"
             raise refuse("tool_choice", choice, allowed)
-        return found, {}
+        return split, {}
     if choice != "required":
         functions = [f for f in functions if f["name"] == choice["function"]["name"]]
     if not functions:
         raise refuse("tool_choice", choice, "that of a function among the tools")
     if getattr(body, "json_schema", None) is not None:
         raise refuse("json_schema", "...", "text where a call is forced")
-    return found, found.constraint(functions)
+    return split, found.constraint(functions)
 
 
 @dataclass
@@ -98,8 +94,8 @@ class ToolText:
     """Splits a growing text into content and calls of the functions ``names``: from where a call
     may begin it is held back to its end. Without a ``format`` all is content."""
 
-    format: ToolFormat | None
-    names: set[str]
+    format: ToolFormat | None = None
+    names: set[str] = field(default_factory=set)
     _held: str = ""
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -108,17 +104,16 @@ class ToolText:
             return text, []
         held, begin = self._held + text, self.format.begin
         if not last:
-            places = range(len(held))
-            found = (n for n in places if begin.startswith(held[n : n + len(begin)]))
+            found = (n for n in range(len(held)) if begin.startswith(held[n : n + len(begin)]))
             # White space in front of a call is left out.
             place = len(held[: next(found, len(held))].rstrip())
             self._held = held[place:]
             return held[:place], []
-        content, calls, kept, place = "", [], 0, 0
-        while (start := held.find(begin, place)) >= 0:
-            call, place = self.format.call(held, start, self.names)
-            if call is not None:
-                calls.append(call)
-                content, kept = content + held[kept:start], place
-        content += held[kept:]
+        content, calls = "", list[dict[str, Any]]()
+        while (start := held.find(begin)) >= 0:
+            call, rest = self.format.call(held[start:], self.names)
+            calls += [call] if call else []
+            content += held[: start if call else len(held) - len(rest)]
+            held = rest
+        content += held
         return (content.rstrip() if calls else content), calls
