@@ -147,6 +147,30 @@ def test_who_reads_slowly_gets_more_at_a_time(served, expected):
     assert len(sizes) == 2 and sum(sizes) == len(expected[0][0][0])
 
 
+@pytest.mark.parametrize(
+    ("interval", "count", "tokens"),
+    [(None, 2, 1), (None, 17, 2), (None, 33, 3), (1, 17, 1), (5, 2, 5)],
+)
+def test_streams_of_a_crowd_get_more_at_a_time(interval, count, tokens):
+    """Their first and last tokens at once, the others every few passes; all of them."""
+
+    async def main(engine):
+        served = AsyncEngine(engine, stream_interval=interval)
+        params = SamplingParams(max_new_tokens=16, min_new_tokens=16)
+        prompts = [[4, 5, n] for n in range(count)]
+        found = await asyncio.gather(*(collect(served.stream([p], params)) for p in prompts))
+        await served.close()
+        outputs = [output.completions[0].token_ids for output in engine.generate(prompts, params)]
+        assert [[t for event in events for t in event.token_ids] for events in found] == outputs
+        first, *middle, _ = zip(
+            *(map(len, (e.token_ids for e in events)) for events in found), strict=True
+        )
+        assert set(first) == {1} and set(middle[len(middle) // 2]) == {tokens}
+
+    with Engine(tiny(), config=EngineConfig(num_pages=200, page_size=8)) as engine:
+        run(main(engine))
+
+
 def test_what_is_refused_is_its_callers(served, expected):
     async def main():
         bad = [one(served, [1, 500], None), read(served, [1] * 600, LONG)]
@@ -411,7 +435,7 @@ def test_what_is_not_given(served):
         for call in (one(served, [1], None, **{field: value}), begun(served, **{field: value})):
             with pytest.raises(ValueError, match=f"{field}={value!r}"):
                 run(call)
-    for setting in ({"max_waiting": -1}, {"max_requests": 0}, {"max_requests": 1.5}):
-        ((field, value),) = setting.items()
+    bad = [("max_waiting", -1), ("max_requests", 0), ("max_requests", 1.5), ("stream_interval", 0)]
+    for field, value in bad:
         with pytest.raises(ValueError, match=f"{field}={value}"):
-            AsyncEngine(served.engine, **setting)
+            AsyncEngine(served.engine, **{field: value})

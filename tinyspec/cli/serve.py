@@ -14,6 +14,7 @@ SPARE_CONNECTIONS = 256
 # Seconds that an idle connection is kept: longer than clients keep theirs, so that none is closed
 # as its next request is under way.
 KEEP_ALIVE = 30
+INTERVAL = "passes from a stream's piece to the next (default: 1, with 16 streams 2, up to 4)"
 # Bytes of a request's line and headers.
 MAX_HEADERS = 2**16
 
@@ -29,6 +30,7 @@ def add_serve(parser: ArgumentParser) -> None:
     add("--warm-up", action="store_true", help="prove all passes before the first request")
     add("--max-requests", type=int, default=256, metavar="N", help="that run (default: 256)")
     add("--max-waiting", type=int, default=1024, metavar="N", help="others get 429 (default: 1024)")
+    add("--stream-interval", type=int, metavar="N", help=INTERVAL)
     add("--timeout", type=float, metavar="S", help="seconds that a request may take")
     add("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: 30)")
 
@@ -52,10 +54,11 @@ def serve(options: Namespace) -> int:
     # A key given as an option stands in the list of processes.
     key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
+    how = {**limits, "stream_interval": options.stream_interval}
     with common.engine_of(options) as engine:
         if options.warm_up:
             engine.warm_up()
-        served = AsyncEngine(engine, **limits)
+        served = AsyncEngine(engine, **how)
         server = Server(served, name, options.deterministic, options.timeout)
         settings = uvicorn.Config(
             create_app(server, key),

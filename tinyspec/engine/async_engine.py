@@ -44,7 +44,9 @@ class AsyncEngine(OneProcess):
     aborts its requests. model, tokenizer, config: as for ``Engine``, or an Engine as ``model``,
     which others may use as well, and which stays open. max_requests: calls begin while fewer
     requests than this are unfinished; the others wait. max_waiting: how many may wait (None: any
-    number); further calls raise QueueFull. An asynchronous context manager.
+    number); further calls raise QueueFull. stream_interval: a stream gets its first and last tokens
+    at once, and others every so many passes; None: every pass, every second one while there are 16
+    streams, every third with 32, every fourth with 48. An asynchronous context manager.
 
     engine: the Engine, for its other methods, which wait for no event loop but for a pass.
 
@@ -59,18 +61,25 @@ class AsyncEngine(OneProcess):
         *,
         max_requests: int = 1024,
         max_waiting: int | None = None,
+        stream_interval: int | None = None,
     ):
         max_requests, max_waiting = plain(max_requests), plain(max_waiting)
+        stream_interval = plain(stream_interval)
         if not isinstance(max_requests, int) or max_requests < 1:
             raise refuse("max_requests", max_requests, "an integer of at least 1")
         if max_waiting is not None and not (isinstance(max_waiting, int) and max_waiting >= 0):
             raise refuse("max_waiting", max_waiting, "None or an integer of at least 0")
+        if stream_interval is not None and not (
+            isinstance(stream_interval, int) and stream_interval >= 1
+        ):
+            raise refuse("stream_interval", stream_interval, "None or an integer of at least 1")
         given = isinstance(model, Engine)
         if given and (tokenizer, config) != (None, None):
             raise refuse("tokenizer, config", (tokenizer, config), "None with an Engine")
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
         self.lock = self.engine.lock
-        self._worker = AsyncWorker(self.engine, max_requests, max_waiting, closes=not given)
+        limits = max_requests, max_waiting, stream_interval
+        self._worker = AsyncWorker(self.engine, *limits, closes=not given)
         weakref.finalize(self, self._worker.stop, FINALIZERS_WAIT).atexit = False
 
     @classmethod
@@ -83,11 +92,13 @@ class AsyncEngine(OneProcess):
         *,
         max_requests: int = 1024,
         max_waiting: int | None = None,
+        stream_interval: int | None = None,
         **given: Any,
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
         model, tokenizer = load(name_or_path, dtype, device, **given)
-        return cls(model, tokenizer, config, max_requests=max_requests, max_waiting=max_waiting)
+        limits: Any = {"max_requests": max_requests, "max_waiting": max_waiting}
+        return cls(model, tokenizer, config, **limits, stream_interval=stream_interval)
 
     async def __aenter__(self) -> AsyncEngine:
         return self

@@ -23,6 +23,10 @@ from tinyspec.scheduler.request import Request
 
 # Of a call that has no requests, and waits for nobody.
 URGENT = -math.inf
+# By so many streams more each rests a step longer, at most so many: to tell one takes a tenth of a
+# millisecond here and as long where it is read, which steps share few processors with. 32 streams
+# on two, steps of 27 ms, end 4 % sooner told every second time, 15 % every fourth.
+CROWD, MOST_RESTS = 16, 3
 
 
 @dataclass(eq=False)
@@ -32,7 +36,7 @@ class Call:
 
     priority: lower begins first. future: of the answer that the task waits for, if it does. ended:
     it wants no more. error: what ended it. timer: ends it. Of the worker: requests, once they are
-    made; stream: of their events.
+    made; stream: of their events; rests: how many steps longer it tells none.
     """
 
     make: Callable[[Engine], list[Request]]
@@ -44,6 +48,7 @@ class Call:
     timer: asyncio.TimerHandle | None = None
     requests: list[Request] | None = None
     stream: EventStream | None = None
+    rests: int = 0
 
     def begin(self, engine: Engine) -> None:
         """Make its requests and queue them. Raises what is wrong with them."""
@@ -90,13 +95,21 @@ class AsyncWorker:
     """Steps ``engine`` in one thread while calls are unfinished.
 
     Calls begin by priority, then in order, while fewer than ``max_requests`` requests are
-    unfinished. closes: whether ``stop``, which the end of the interpreter calls too, closes the
+    unfinished. interval: steps from one answer to a stream to the next; None: by how many streams
+    there are. closes: whether ``stop``, which the end of the interpreter calls too, closes the
     engine. waiting: calls with requests that have not begun. stopped: whether the thread has ended,
     or is about to.
     """
 
-    def __init__(self, engine: Engine, max_requests: int, max_waiting: int | None, closes: bool):
-        self._engine, self.closes = engine, closes
+    def __init__(
+        self,
+        engine: Engine,
+        max_requests: int,
+        max_waiting: int | None,
+        interval: int | None,
+        closes: bool,
+    ):
+        self._engine, self._interval, self.closes = engine, interval, closes
         self._max_requests, self._max_waiting = max_requests, max_waiting
         self.waiting: set[Call] = set()
         self.stopped = False
@@ -201,8 +214,13 @@ class AsyncWorker:
         """Tell every loop once what its tasks wait for: waking one takes longer than a token's
         text."""
         answers = defaultdict[asyncio.AbstractEventLoop, dict[Call, Answer]](dict)
+        streams = sum(call.stream is not None for call in self._calls)
+        rests = min(streams // CROWD, MOST_RESTS) if self._interval is None else self._interval - 1
         for call in list(self._calls):
             if (future := call.future) is None:
+                continue
+            if call.rests and call.unfinished and call.error is None:
+                call.rests -= 1
                 continue
             try:
                 found = call.answer(self._engine.tokenizer)
@@ -210,7 +228,7 @@ class AsyncWorker:
                 self._fail([call], error)
                 found = call.error
             if found is not None:
-                call.future = None
+                call.future, call.rests = None, rests
                 answers[future.get_loop()][call] = future, found
         for loop, told in answers.items():
             try:
