@@ -198,14 +198,11 @@ class Server:
         reply = REPLIES[type(body)](*about)
         if params.prompt_logprobs and params.top_logprobs:
             # The likeliest tokens in place of each but the first, which the others continue.
-            long, tops = (
-                [p for p in prompts if p[1:]],
-                SamplingParams(top_logprobs=body.top_logprobs),
-            )
+            long = [p for p in prompts if p[1:]]
+            tops = SamplingParams(top_logprobs=params.top_logprobs)
             halves = [p[:1] for p in long], [p[1:] for p in long]
             scored = await self.engine.scored(*halves, tops, body.priority) if long else []
-            each = [output.completions[0].top_logprobs for output in scored]
-            found = iter([[], *likeliest] if likeliest else None for likeliest in each)
+            found = (output.completions[0].top_logprobs or None for output in scored)
             reply.prompt_tops = [next(found) if p[1:] else None for p in prompts]
         return reply, params
 

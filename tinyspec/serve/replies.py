@@ -69,7 +69,7 @@ class Reply:
 
     prompts: token ids. fingerprint: the engine's, until an output has one.
     seed: as drawn, where the request has none. split: makes what finds calls.
-    began: when it came. prompt_tops: the likeliest tokens at the places of each prompt.
+    began: when it came. prompt_tops: of each prompt, the likeliest tokens from its second place on.
     """
 
     kind: ClassVar[str]
@@ -170,7 +170,8 @@ class CompletionReply(Reply):
                 cut = len(decoded) - len(echo) if decoded.endswith(echo) else 0
                 own["text"] = echo + own["text"]
                 if (known := event.prompt_logprobs) is not None:
-                    tops = self.prompt_tops[event.prompt] if self.prompt_tops else None
+                    rest = self.prompt_tops[event.prompt] if self.prompt_tops else None
+                    tops = rest and [[], *rest]
                     texts = TextStream(self.tokenizer, special=True)
                     rows += self._rows(choice, texts, (prompt, known, tops), cut)
                 choice.place = len(echo)
