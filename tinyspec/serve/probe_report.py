@@ -17,8 +17,8 @@ from tinyspec.tools.terminal import table
 # Where servers put text: completions, chat, and two names for reasoning.
 TEXTS = ("text", "content", "reasoning", "reasoning_content")
 COMPARED = ("text", "token_ids", "logprobs", "finish_reason")
-# Characters, or tokens, that are shown from a difference on.
-FOLLOWING = 8
+# Characters of a text that are shown from a difference on; of a list it is one value.
+FOLLOWING = 24
 # Characters of an error by which failures are counted.
 KIND = 60
 
@@ -75,7 +75,8 @@ def difference(alone: Answer, other: Answer) -> str | None:
         first, second = getattr(alone, name), getattr(other, name)
         if first != second and (name == "text" or (first and second)):
             place = first_place(list(first), list(second)) or 0
-            rest = (one[place : place + FOLLOWING] for one in (first, second))
+            end = place + (FOLLOWING if isinstance(first, str) else 1)
+            rest = (one[place:end] for one in (first, second))
             found.append("{}[{}]: {!r} -> {!r}".format(name, place, *rest))
     return "\n  ".join(found) or None
 
