@@ -14,9 +14,9 @@ SPARE_CONNECTIONS = 256
 # Seconds that an idle connection is kept: longer than clients keep theirs, so that none is closed
 # as its next request is under way.
 KEEP_ALIVE = 30
-INTERVAL = "passes from a stream's piece to the next (default: 1, with 16 streams 2, up to 4)"
 # Bytes of a request's line and headers.
 MAX_HEADERS = 2**16
+INTERVAL = "passes from a stream's piece to the next (default: 1, with 16 streams 2, up to 4)"
 
 
 def add_serve(parser: ArgumentParser) -> None:
@@ -54,11 +54,10 @@ def serve(options: Namespace) -> int:
     # A key given as an option stands in the list of processes.
     key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
-    how = {**limits, "stream_interval": options.stream_interval}
     with common.engine_of(options) as engine:
         if options.warm_up:
             engine.warm_up()
-        served = AsyncEngine(engine, **how)
+        served = AsyncEngine(engine, **limits, stream_interval=options.stream_interval)
         server = Server(served, name, options.deterministic, options.timeout)
         settings = uvicorn.Config(
             create_app(server, key),

@@ -35,8 +35,10 @@ KINDS: dict[int, tuple[str, str | None]] = {
 NAMED = {"engine": (503, None), "model": (404, "model_not_found")}
 CLOSE = {"Connection": "close"}
 # Errors that are answered; those with a class of their own before the others.
-HANDLED: list[Any] = [RequestValidationError, HTTPException, ClientDisconnect, ValueError]
-HANDLED += TinyspecError, TimeoutError, Exception
+HANDLED = (
+    *(RequestValidationError, HTTPException, ClientDisconnect, ValueError),
+    *(TinyspecError, TimeoutError, Exception),
+)
 
 
 class Failure(BaseModel):

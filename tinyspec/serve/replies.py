@@ -33,12 +33,11 @@ def events_of(outputs: Iterable[RequestOutput]) -> list[StreamEvent]:
     """One event of each completion, with all of it."""
     events = []
     for number, output in enumerate(outputs):
-        given = {name: value for name, value in vars(output).items() if name in SHARED}
         for index, completion in enumerate(output.completions):
-            own = {name: value for name, value in vars(completion).items() if name in SHARED}
-            cached = completion.stats.cached_prompt_tokens
-            own |= {"prompt": number, "index": index, "cached_prompt_tokens": cached}
-            events.append(StreamEvent(**given | own))
+            place = {"prompt": number, "index": index}
+            cached = {"cached_prompt_tokens": completion.stats.cached_prompt_tokens}
+            own = {**vars(output), **vars(completion), **place, **cached}
+            events.append(StreamEvent(**{n: own[n] for n in own.keys() & SHARED}))
     return events
 
 

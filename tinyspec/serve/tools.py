@@ -21,13 +21,17 @@ DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """begin: of a call. before, behind: what its object stands between, but for white space.
-    arguments: what they are called."""
+    """before, behind: what a call's object stands between, but for white space. arguments: what
+    they are called."""
 
-    begin: str
     before: str
     behind: str
     arguments: str
+
+    @property
+    def begin(self) -> str:
+        """Of a call."""
+        return self.before.strip() or "{"
 
     def constraint(self, functions: list[Any]) -> dict[str, Any]:
         """The SamplingParams that force a call of one of ``functions``."""
@@ -58,8 +62,8 @@ class ToolFormat:
         return None, rest
 
 
-HERMES = ToolFormat("<tool_call>", "<tool_call>\n", "\n</tool_call>", "arguments")
-LLAMA = ToolFormat("{", "", "", "parameters")
+HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+LLAMA = ToolFormat("", "", "parameters")
 
 
 def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[[], ToolText], dict[str, Any]]:
