@@ -4,16 +4,16 @@ scores share, with the bits of the request alone wherever it runs."""
 import re
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.support.cases import bits_of, cost, one_by_one
-from tests.support.mixes import Liar, bits, plain
+from tests.support.mixes import Liar, plain
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams, audit
+from tinyspec.engine import grammars
 from tinyspec.tools.demo import BUNDLED, THINKER
 
 llguidance = pytest.importorskip("llguidance")
@@ -204,15 +204,38 @@ def test_tokenizers_that_llguidance_cannot_read():
             assert said in _refused(engine, [5], SamplingParams(regex="a"))
 
 
-def test_a_form_too_large_for_llguidance(tokenizer, monkeypatch):
-    """Found while it runs: the request ends with the reason, and others go on."""
-    limits = llguidance.LLParserLimits(step_max_items=1)
-    small = partial(llguidance.LLMatcher, limits=limits)
-    small.grammar_from_lark = llguidance.LLMatcher.grammar_from_lark
-    with engine_of(tokenizer) as engine:
-        expected = bits(engine.generate(["Once"], asked("regex"))[0])
-        monkeypatch.setattr(llguidance, "LLMatcher", small)
-        broken, good = engine.generate(["Once"] * 2, [asked("grammar"), asked("regex")])
-    said = "llguidance gave up: parser error: Too many items"
-    assert broken.completions[0].error.startswith(said)
-    assert bits(good) == expected
+LARGE = r"([a-z]|\s){1,99}(e|t)([a-z]|\s){40}"
+WAYS = {
+    "padded": {"verify": "padded"},
+    "a long window": {"verify": "always", "draft_window": 16},
+    "lies": {"verify": "always", "drafter": Liar(1), "draft_window": 7},
+    "looked up": {"drafter": "ngram"},
+}
+
+
+def test_a_form_that_llguidance_gives_up(tokenizer, monkeypatch):
+    """A request ends where it would alone, with the reason, whatever was drafted and whoever asked
+    for the same before; others go on."""
+    style = {"temperature": 1.5, "max_new_tokens": 24, "deterministic": True, "logprobs": True}
+    one, *others = (SamplingParams(regex=LARGE, seed=seed, **style) for seed in range(6))
+    for states, said in (
+        (500, "llguidance gave up: lexer error: too many states: 500"),
+        (9999, ""),
+    ):
+        monkeypatch.setattr(grammars, "MOST_STATES", states)
+        found = []
+        for settings in WAYS.values():
+            with engine_of(tokenizer, **settings) as engine:
+                runs = [[one], [*others, one, asked("regex")], [one]]
+                outputs = [engine.generate(["Once"] * len(run), run) for run in runs]
+            found += [
+                output.completions[0]
+                for run in outputs
+                for output in run
+                if output.params.seed == 0
+            ]
+            assert outputs[1][-1].completions[0].finish_reason == "stop"
+        assert len({(*c.token_ids, *c.logprobs, c.finish_reason) for c in found}) == 1
+        assert len(found) == 12 and (found[0].error or "").startswith(said)
+        assert (found[0].finish_reason == "abort") == bool(said)
+        assert len(found[0].token_ids) > 0 and (len(found[0].token_ids) == 24) != bool(said)

@@ -1,80 +1,169 @@
 """What a text must look like: a JSON schema, a regular expression or a Lark grammar, by llguidance.
 
-Which tokens may come next is a function of a request's parameters and of the tokens of one
-completion, drafts included. Knows a tokenizer; no model, no logits. llguidance is imported when a
-request asks for it.
+Which tokens may come next is a function of a request's parameters and of the tokens before them.
+llguidance limits what its lexer explores, and counts it for all that share a lexer: drafts,
+neighbours, requests of before. So each completion has one of its own, only the total counts, and
+where that is reached the committed tokens decide, read anew. Knows a tokenizer; no model, no
+logits. llguidance is imported when a request asks for it.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib.metadata import distributions
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from tinyspec.determinism.fingerprint_parts import DIGEST, Parts, text_digest
+from tinyspec.engine.spelling import state_of, vocabulary
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
 
-# Compiled grammars that are kept; each completion follows a copy of its own.
-KEPT = 64
+T = TypeVar("T")
+# Grammars that are known to compile, and completions whose matchers are kept.
+COMPILED, KEPT = 64, 256
+# Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
+MOST_STATES = 250_000
+# In place of limits of one step, which is cheaper where drafts were there before; more overflows.
+UNLIMITED = 2**62
+
+
+class Reader:
+    """A matcher and the ``tokens`` that it has read. It makes the mask of every place, since what
+    masks explore counts, and is never rolled back: the masks that follow may be of another text.
+
+    Raises RuntimeError where llguidance gives up.
+    """
+
+    def __init__(self, matcher: Any, tokens: list[int], mask: bytes | None = None):
+        self._matcher, self.tokens, self._mask = matcher, tokens, mask
+
+    def copy(self) -> Reader:
+        """One that reads on by itself; what it explores counts for both."""
+        return Reader(self._matcher.deep_copy(), [*self.tokens], self._mask)
+
+    def read(self, tokens: list[int], eos: list[int]) -> list[int]:
+        """Read on in ``tokens``, which begin with those read; those that may not follow, as no end
+        token may."""
+        for token in tokens[len(self.tokens) :]:
+            mask = self.mask()
+            if token in eos:
+                break
+            if not self._sound(self._matcher.try_consume_tokens([token])):
+                if token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1:
+                    raise RuntimeError(f"token {token} is allowed and not read")
+                break
+            self.tokens.append(token)
+            self._mask = None
+        return tokens[len(self.tokens) :]
+
+    def mask(self) -> bytes:
+        """A bit for each token: whether it may follow."""
+        if self._mask is None:
+            self._mask = self._sound(self._matcher.compute_bitmask())
+        return self._mask
+
+    def ends(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self._sound(self._matcher.is_accepting()))
+
+    def beginning(self, drafts: list[int]) -> list[int]:
+        """Those of ``drafts`` up to the first that may not follow."""
+        return drafts[: self._sound(self._matcher.validate_tokens(drafts))]
+
+    def _sound(self, found: Any) -> Any:
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error().partition("\n<state>")[0])
+        return found
 
 
 class Grammar:
-    """Follows the tokens of one completion.
+    """Says what may follow in one completion.
 
-    matcher: llguidance's, which has read nothing. eos: end tokens, which follow a text that may
-    end; stops: what ends the completion, these among them unless they are ignored.
+    matcher: makes one that has read nothing. readers: of all completions, the latest used last: of
+    each that of its committed tokens, and a copy that has read drafts, too. eos: end tokens, which
+    follow a text that may end; stops: what ends the completion, these among them unless they are
+    ignored.
     """
 
-    def __init__(self, matcher: Any, eos: tuple[int, ...], stops: tuple[int, ...]):
-        self._fresh, self._matcher = matcher, matcher.deep_copy()
+    def __init__(
+        self,
+        matcher: Callable[[], Any],
+        readers: WeakKeyDictionary[Grammar, list[Reader]],
+        eos: tuple[int, ...],
+        stops: tuple[int, ...],
+    ):
+        self._matcher, self._readers = matcher, readers
         self._eos, self._stops = [*eos], [*stops]
-        self._tokens: list[int] = []
 
-    def _read(self, tokens: list[int]) -> bool:
-        """Go on behind ``tokens``, back to where they part from those read so far; whether all of
-        them may follow each other: it stops behind those that may."""
-        if self._matcher.is_error():  # which it stays
-            self._matcher, self._tokens = self._fresh.deep_copy(), []
-        read = self._tokens
-        if tokens[: len(read)] != read:
-            pairs = zip(read, tokens, strict=False)
-            parted = (n for n, (one, other) in enumerate(pairs) if one != other)
-            read = read[: next(parted, len(tokens))]
-            self._matcher.rollback(len(self._tokens) - len(read))
-        count = self._matcher.try_consume_tokens(tokens[len(read) :])
-        self._tokens = tokens[: len(read) + count]
-        return len(self._tokens) == len(tokens)
+    def _read(self, tokens: list[int], committed: int) -> tuple[Reader, list[int]]:
+        """What has read ``tokens``, of which so many are committed and the others drafts, and those
+        from the first that may not follow."""
+        known, own = tokens[:committed], self._readers.pop(self, [])
+        if not own or known[: len(own[0].tokens)] != own[0].tokens:
+            own = [Reader(self._matcher(), [])]
+        reader, left = own[0], own[0].read(known, self._eos)
+        if len(tokens) > committed and not left:
+            if not own[1:] or tokens[: len(own[1].tokens)] != own[1].tokens:
+                own = [own[0], own[0].copy()]
+            reader, left = own[1], own[1].read(tokens, self._eos)
+        self._readers[self] = own
+        while len(self._readers) > KEPT:
+            del self._readers[next(iter(self._readers))]
+        return reader, left
 
-    def allowed(self, tokens: list[int], size: int, early: bool = False) -> Array:
-        """[size] bool: what may follow the generated ``tokens``. Where nothing else may, as behind
-        a text that is complete, or that is none, the stop tokens. early: no stop token, unless
-        nothing else may follow.
+    def _asked(self, tokens: list[int], committed: int, found: Callable[..., T]) -> T:
+        """What is ``found`` where ``tokens`` are read, as by ``_read``; by new readers, where those
+        there are have explored too much."""
+        try:
+            return found(*self._read(tokens, committed))
+        except RuntimeError:
+            self._readers.pop(self, None)
+            return found(*self._read(tokens, committed))
 
-        Raises RuntimeError where llguidance gives up.
+    def allowed(self, tokens: list[int], committed: int, size: int, early: bool = False) -> Array:
+        """[size] bool: what may follow the generated ``tokens``, of which so many are committed:
+        the stop tokens behind a complete text, and behind drafts that are none. early: no stop
+        token, unless nothing else may follow.
+
+        Raises RuntimeError where llguidance gives up, or committed tokens are no such text.
         """
-        found = np.zeros(size, np.bool_)
-        if self._read(tokens):
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            known = np.unpackbits(bits, bitorder="little")[:size]
-            found[: len(known)] = known  # a model's further tokens are none of the tokenizer's
-            found[self._eos] = False
-            found[self._stops] |= self._matcher.is_accepting()
-        if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error().partition("\n")[0])
-        if early:
-            found[self._stops] = False
-        if not found.any():
-            found[self._stops] = True
-        return found
+
+        def found(reader: Reader, left: list[int]) -> Array:
+            allowed, ends = np.zeros(size, np.bool_), reader.ends()
+            if left:
+                over = ends and set(left) <= {*self._stops}
+                if len(reader.tokens) < committed and not over:
+                    raise RuntimeError(f"token {left[0]} was taken and may not follow")
+                allowed[self._stops] = True
+                return allowed
+            bits = np.unpackbits(np.frombuffer(reader.mask(), np.uint8), bitorder="little")[:size]
+            allowed[: len(bits)] = bits  # a model's further tokens are none of the tokenizer's
+            allowed[self._eos] = False
+            allowed[self._stops] |= ends
+            if early:
+                rest = allowed.copy()
+                rest[self._stops] = False
+                allowed = rest if rest.any() else allowed
+            if not allowed.any():
+                raise RuntimeError("no token may follow")
+            return allowed
+
+        return self._asked(tokens, committed, found)
 
     def beginning(self, tokens: list[int], drafts: list[int]) -> list[int]:
-        """Those of ``drafts`` up to the first that may not follow ``tokens``."""
-        read = self._read(tokens)
-        return drafts[: self._matcher.validate_tokens(drafts)] if read else []
+        """Those of ``drafts`` up to the first that may not follow the committed ``tokens``; none
+        where llguidance gives up, which the next row tells."""
+        try:
+            return self._asked(
+                tokens, len(tokens), lambda reader, left: [] if left else reader.beginning(drafts)
+            )
+        except RuntimeError:
+            return []
 
 
 class Grammars:
@@ -84,21 +173,21 @@ class Grammars:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._digest = lru_cache(maxsize=8)(lambda _, vocab: text_digest(tokenizer, vocab))
-        self._vocabulary = lru_cache(maxsize=8)(self._vocabulary_of)
-        self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
-
-    @property
-    def _size(self) -> int:
-        """Tokens that the tokenizer has now."""
-        return len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else 0
+        self._vocabulary = lru_cache(maxsize=8)(lambda _, eos: vocabulary(tokenizer, eos))
+        self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
+        self._readers: WeakKeyDictionary[Grammar, list[Reader]] = WeakKeyDictionary()
 
     def parts(self, params: SamplingParams, vocab_size: int) -> Parts:
         """What the fingerprint of a request has more where its tokens depend on the tokenizer."""
         found: Parts = {}
         if self._tokenizer is not None:
-            found["tokenizer"] = DIGEST + self._digest(self._size, vocab_size)[:32]
+            state = state_of(self._tokenizer)
+            found["tokenizer"] = DIGEST + self._digest(state, vocab_size)[:32]
+            if params.structure is not None:
+                found["spelling"] = DIGEST + self._vocabulary(state, params.eos_token_id)[1][:32]
         if params.structure is not None:
             found["llguidance"] = next((d.version for d in distributions(name="llguidance")), None)
+            found["max_lexer_states"] = MOST_STATES
         return found
 
     def of(self, params: SamplingParams) -> Grammar | None:
@@ -115,28 +204,27 @@ class Grammars:
         if not params.stop_ids:
             raise refuse(field, text, "none without an end token (eos_token_id, ignore_eos)")
         try:
-            return Grammar(self._matcher(field, text, self._size, eos), eos, params.stop_ids)
+            matcher = self._compiled(field, text, state_of(self._tokenizer), eos)
         except ImportError:
             hint = "none without llguidance: pip install 'tinyspec[structured]'"
             raise refuse(field, text, hint) from None
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise refuse(field, text, f"what llguidance compiles ({reason})") from error
+        return Grammar(matcher, self._readers, eos, params.stop_ids)
 
-    def _vocabulary_of(self, size: int, eos: tuple[int, ...]) -> Any:
-        """llguidance's form of the tokenizer."""
-        import llguidance.hf
-
-        return llguidance.hf.from_tokenizer(self._tokenizer, eos_token=[*eos] or None)
-
-    def _compiled(self, field: str, text: str, size: int, eos: tuple[int, ...]) -> Any:
-        """A matcher that has read nothing. Raises ValueError; ImportError without llguidance."""
-        from llguidance import LLMatcher
+    def _compile(
+        self, field: str, text: str, state: tuple[Any, ...], eos: tuple[int, ...]
+    ) -> Callable[[], Any]:
+        """What makes matchers that have read nothing; a copy would share its lexer. Raises
+        RuntimeError and ValueError; ImportError without llguidance."""
+        from llguidance import LLMatcher, LLParserLimits
 
         read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
-        matcher = LLMatcher(self._vocabulary(size, eos), read(text), log_level=0)
-        tried = matcher.deep_copy()
-        tried.compute_bitmask()  # where some of what compiles gives up at once
-        if tried.is_error():
-            raise ValueError(tried.get_error().partition("\n<state>")[0])
+        limits = LLParserLimits(
+            step_lexer_fuel=UNLIMITED, step_max_items=UNLIMITED, max_lexer_states=MOST_STATES
+        )
+        known, _ = self._vocabulary(state, eos)
+        matcher = partial(LLMatcher, known, read(text), log_level=0, limits=limits)
+        Reader(matcher(), []).mask()  # where some of what compiles gives up at once
         return matcher

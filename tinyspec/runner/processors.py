@@ -92,7 +92,8 @@ class SpecialRow:
     num_generated: generated tokens before it. history: the sequence before it, if
     ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none.
     keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
-    caller. grammar: of its completion: which tokens are ``allowed`` behind others.
+    caller. grammar: of its completion: which tokens are ``allowed`` behind others. committed: how
+    many of those generated are no drafts.
     """
 
     params: SamplingParams
@@ -103,6 +104,7 @@ class SpecialRow:
     keeps_logits: bool = False
     thread: int | None = None
     grammar: Any = None
+    committed: int = 0
 
     @property
     def early(self) -> bool:
@@ -162,7 +164,7 @@ def process(
         _add(own, row.bad_words)
         if row.grammar is not None:
             try:
-                allowed = row.grammar.allowed(row.generated, len(own), row.early)
+                allowed = row.grammar.allowed(row.generated, row.committed, len(own), row.early)
             except Exception as error:
                 errors[n] = f"{GAVE_UP}: {error}", error
             else:

@@ -1,0 +1,270 @@
+"""What may follow in a text is a function of the parameters and the tokens before, whatever was
+drafted, whoever else asks, and however little of it llguidance still holds."""
+
+import importlib
+import json
+import random
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from tests.support.at_random import check_at_random
+from tests.support.tokenizers import KINDS, byte_level, tokenizer_of
+from tinyspec import SamplingParams
+from tinyspec.engine import grammars
+from tinyspec.engine.grammars import Grammars
+
+llguidance = pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+# Of the issues of before: large automata, alike rows behind unlike beginnings, lexemes that no
+# matcher can be rolled back in.
+FORMS = {
+    "letters": {"regex": r"([a-z]|\s){1,40}(e|t)([a-z]|\s){20}"},
+    "words": {"regex": r"(([a-z]{1,9} ){1,9}e){1,9}"},
+    "schema": {
+        "json_schema": {
+            "x-guidance": {"whitespace_flexible": False},
+            "type": "object",
+            "properties": {
+                "a": {"type": "string", "pattern": "^.{0,9}(the|a).{9}$"},
+                "b": {"type": "array", "items": {"enum": ["<think>", "the"]}, "maxItems": 3},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    },
+    "brackets": {"grammar": 'start: ("(" X ")" | "[" X "]")~3\nX: /[a-e]+/'},
+    "most tokens": {"grammar": 'start: x "!"\nx[max_tokens=5]: /[a-zA-Z ]+/'},
+    "lazy": {"grammar": 'start: x "!"\nx[stop="q"]: /[a-zA-Z ]+/'},
+}
+
+
+def params_of(form, tokenizer, **given):
+    eos = [tokenizer.eos_token_id]
+    return SamplingParams(**form, eos_token_id=eos, deterministic=True, **given)
+
+
+def told(grammar, tokens, committed, size):
+    """What may follow, or why nothing does."""
+    try:
+        return tuple(np.flatnonzero(grammar.allowed(tokens, committed, size)).tolist())
+    except RuntimeError as error:
+        return str(error)
+
+
+def walk(grammar, tokenizer, rng, most=40):
+    """A text at random, and what might follow at each of its places."""
+    tokens, found, size = [], [], len(tokenizer)
+    while True:
+        found.append(told(grammar, tokens, len(tokens), size))
+        if isinstance(found[-1], str) or len(tokens) == most:
+            return tokens, found
+        token = rng.choice(found[-1])
+        if token == tokenizer.eos_token_id:
+            return tokens, found
+        tokens.append(token)
+
+
+def disturbed(grammar, tokens, size, rng, forget):
+    """What may follow at each place, among drafts of all kinds."""
+    found = []
+    for n in range(len(tokens) + 1):
+        known = tokens[:n]
+        for _ in range(rng.randrange(3)):
+            drafts = tokens[n : n + rng.randrange(4)] if rng.random() < 0.5 else []
+            while len(drafts) < rng.randrange(8):
+                at = told(grammar, known + drafts, n, size)
+                guess = rng.random() < 0.8 and not isinstance(at, str)
+                drafts.append(rng.choice(at) if guess else rng.randrange(size))
+            for k in range(len(drafts) + 1):
+                told(grammar, known + drafts[:k], n, size)
+            grammar.beginning(known, drafts)
+        if rng.random() < forget:
+            grammar._readers.clear()
+        found.append(told(grammar, known, n, size))
+    return found
+
+
+def differences(form, kind, seed, make=None):
+    """Of how many texts a completion among drafts and neighbours is told otherwise than alone."""
+    rng, tokenizer = random.Random(seed), tokenizer_of(kind)
+    params, count = params_of(form, tokenizer), 0
+    for _ in range(3):
+        tokens, alone = walk(Grammars(tokenizer).of(params), tokenizer, rng)
+        shared = (make or Grammars)(tokenizer)
+        for neighbour in range(2):
+            walk(shared.of(params), tokenizer, random.Random(neighbour))
+        found = disturbed(shared.of(params), tokens, len(tokenizer), rng, 0.1)
+        count += found != alone
+    return count
+
+
+@pytest.mark.parametrize("states", [100, 300, 250_000])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_function_of_the_committed_tokens(form, states, monkeypatch):
+    monkeypatch.setattr(grammars, "MOST_STATES", states)
+    assert differences(form, "markup", states) == 0
+
+
+def test_matchers_that_are_dropped(monkeypatch):
+    """Of three completions in turns one matcher is kept; none is when all have ended."""
+    monkeypatch.setattr(grammars, "KEPT", 1)
+    tokenizer, form = tokenizer_of("markup"), FORMS["letters"]
+    params = params_of(form, tokenizer)
+    texts = [walk(Grammars(tokenizer).of(params), tokenizer, random.Random(n)) for n in range(3)]
+    shared = Grammars(tokenizer)
+    each = [shared.of(params) for _ in texts]
+    for n in range(1 + max(len(tokens) for tokens, _ in texts)):
+        for grammar, (tokens, alone) in zip(each, texts, strict=True):
+            if n < len(alone):
+                assert told(grammar, tokens[:n], n, len(tokenizer)) == alone[n]
+                assert len(shared._readers) == 1
+    del each, grammar
+    assert not shared._readers
+
+
+def test_committed_tokens_that_are_no_such_text():
+    """An error, whoever took them; wrong drafts are nobody's, nor are end tokens behind a text."""
+    tokenizer = tokenizer_of("markup")
+    grammar = Grammars(tokenizer).of(params_of({"regex": "ab"}, tokenizer))
+    a, b, end = *tokenizer("ab").input_ids, tokenizer.eos_token_id
+    assert told(grammar, [a, b, end, end], 4, 400) == (end,) == told(grammar, [a, b], 2, 400)
+    assert told(grammar, [a, a, b], 1, 400) == (end,)
+    assert told(grammar, [a, a], 2, 400) == f"token {a} was taken and may not follow"
+    assert told(grammar, [a, end], 2, 400) == f"token {end} was taken and may not follow"
+    assert told(grammar, [a], 1, 400) == (b,)
+
+
+class OneLexer(Grammars):
+    """As before: matchers are copies of one."""
+
+    def _compile(self, *given):
+        return super()._compile(*given)().deep_copy
+
+
+def test_controls(monkeypatch):
+    """One lexer for all gives up for what others explored, and a matcher that is rolled back has
+    the mask of another text. Where llguidance does better, copies and rollback are for free."""
+    tokenizer, form = tokenizer_of("markup"), FORMS["brackets"]["grammar"]
+    make = Grammars(tokenizer)._compile("grammar", form, ("",), (tokenizer.eos_token_id,))
+    one, other = make(), make()
+    for matcher, texts in ((one, ("(b", "[b")), (other, ("[b",))):
+        for text in texts:
+            tokens = tokenizer(text).input_ids
+            matcher.rollback(len(tokens) if text != texts[0] else 0)
+            assert matcher.consume_tokens(tokens)
+            mask = matcher.compute_bitmask()
+    assert mask != one.compute_bitmask()
+
+    monkeypatch.setattr(grammars, "MOST_STATES", 300)
+    assert differences(FORMS["letters"], "markup", 1, OneLexer) > 0
+
+
+MARKED = [
+    {"const": "</tool_call>"},
+    {"const": " a <think> b"},
+    {"enum": ["<|im_end|>", "the    the", "</s>"]},
+    {"type": "object", "properties": {"<think>": {"const": "hé"}}, "required": ["<think>"]},
+    {"type": "string", "maxLength": 9},
+]
+
+
+@pytest.mark.parametrize("schema", MARKED, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_markup_in_a_text(kind, schema):
+    """Texts that look like tokens that were added are spelled, and whole."""
+    tokenizer = tokenizer_of(kind)
+    schema = {"additionalProperties": False, **schema}
+    form = {"json_schema": {**schema, "x-guidance": {"whitespace_flexible": False}}}
+    grammar = Grammars(tokenizer).of(params_of(form, tokenizer))
+    for seed in range(6):
+        tokens, found = walk(grammar, tokenizer, random.Random(seed), most=80)
+        assert not isinstance(found[-1], str) and tokenizer.eos_token_id in found[-1]
+        value = json.loads(tokenizer.decode(tokens))
+        jsonschema.validate(value, schema)
+        assert not set(tokens) & set(tokenizer.all_special_ids)
+
+
+def test_control_llguidances_own_spelling():
+    """It offers what it does not read."""
+    tokenizer = tokenizer_of("markup")
+    known = importlib.import_module("llguidance.hf").from_tokenizer(tokenizer)
+    read = llguidance.LLMatcher.grammar_from_json_schema(MARKED[0])
+    matcher = llguidance.LLMatcher(known, read)
+    with pytest.raises(RuntimeError, match="is allowed and not read"):
+        reader = grammars.Reader(matcher, [])
+        for _ in range(30):
+            mask = np.unpackbits(np.frombuffer(reader.mask(), np.uint8), bitorder="little")
+            reader.read([*reader.tokens, int(np.flatnonzero(mask)[0])], [])
+
+
+def test_a_tokenizer_that_changes():
+    """A known token that becomes special, and another way to spell, are another tokenizer."""
+    tokenizer = byte_level(False)
+    known = Grammars(tokenizer)
+    params, size = params_of({"regex": "the"}, tokenizer), len(tokenizer)
+    parts = [known.parts(params, size)]
+    known_token = tokenizer.convert_ids_to_tokens(size // 2)
+    tokenizer.add_special_tokens({"additional_special_tokens": [known_token]})
+    parts.append(known.parts(params, size))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    parts.append(known.parts(params, size))
+    assert len(tokenizer) == size
+    assert len({part["spelling"] for part in parts}) == 3
+    assert parts[0]["max_lexer_states"] == grammars.MOST_STATES
+
+
+WORDS = st.text("abe .", max_size=3).map(re.escape)
+COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 20)).map(lambda n: f"{{{n[0]},{sum(n)}}}")
+
+
+def _larger(inner):
+    repeated = st.tuples(inner, COUNTS).map(lambda x: f"({x[0]}){x[1]}")
+    several = st.lists(inner, min_size=2, max_size=3)
+    return repeated | several.map("".join) | several.map(lambda x: f"({'|'.join(x)})")
+
+
+PATTERNS = st.recursive(
+    WORDS | st.sampled_from([".", "[a-e]", "[^b]", r"[a-e\s]"]), _larger, max_leaves=8
+)
+
+
+def text_of(tokenizer, tokens):
+    """With the space that some decoders strip at the beginning."""
+    return tokenizer.decode([*tokenizer.convert_tokens_to_ids(["a"]), *tokens])[1:]
+
+
+@pytest.mark.slow("random use", 20.0, cases=20)
+def test_any_pattern(case_seed):
+    """As a pattern, in a schema and in a grammar; many of them give up. Texts that end match."""
+    ended = Counter()
+
+    def check(pattern):
+        rng = random.Random(pattern)
+        lark = "start: X\nX: /" + pattern + "/"
+        schema = {"type": "string", "pattern": f"^({pattern})$"}
+        for field, value in {"regex": pattern, "json_schema": schema, "grammar": lark}.items():
+            kind, states = rng.choice([*KINDS]), rng.choice([60, 300, 2000, 250_000])
+            tokenizer = tokenizer_of(kind)
+            with pytest.MonkeyPatch.context() as patches:
+                patches.setattr(grammars, "MOST_STATES", states)
+                try:
+                    grammar = Grammars(tokenizer).of(params_of({field: value}, tokenizer))
+                except ValueError:  # it is too large, or empty
+                    ended["refused"] += 1
+                    continue
+                assert differences({field: value}, kind, case_seed) == 0
+                tokens, found = walk(grammar, tokenizer, rng)
+            gave_up = isinstance(found[-1], str)
+            ended["gave up" if gave_up else "went on"] += 1
+            if not gave_up and tokenizer.eos_token_id in found[-1]:
+                text = text_of(tokenizer, tokens)
+                text = json.loads(text) if field == "json_schema" else text
+                assert re.fullmatch(pattern, text), (field, kind, pattern, text)
+
+    check_at_random(check, case_seed, 10, pattern=PATTERNS)
+    assert ended["went on"] > 5

@@ -1,0 +1,73 @@
+"""What llguidance is told of a tokenizer: the bytes of every token, and how it spells a text.
+
+Its own form of a tokenizer spells with added tokens, as ``</think>`` in a string of JSON, which its
+reader takes for markup and refuses; so texts are spelled without these, and without the space that
+some tokenizers put in front. Knows no grammar and no request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+
+# What puts a space in front of a text, by its name in a tokenizer's JSON, and what does not.
+IN_FRONT = {"prepend_scheme": "never", "add_prefix_space": False}
+INNER = ("normalizers", "pretokenizers")
+
+
+def state_of(tokenizer: Any) -> tuple[Any, ...]:
+    """By what a vocabulary is found again: one more token, or a special one, makes another."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    added = sorted(getattr(tokenizer, "added_tokens_decoder", {}).items())
+    steps = (getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "decoder"))
+    return (size, repr(added), *map(repr, steps))
+
+
+def _without_space(step: Any) -> Any:
+    """A normalizer or pre-tokenizer without a space in front; None where it does nothing else."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    found = {key: IN_FRONT.get(key, value) for key, value in step.items()}
+    for key in found.keys() & INNER:
+        found[key] = list(filter(None, map(_without_space, step[key])))
+    return found
+
+
+def vocabulary(tokenizer: Any, eos: tuple[int, ...]) -> tuple[Any, str]:
+    """llguidance's form of a tokenizer, and the digest of all that it spells by. Raises ValueError
+    for one that it cannot read."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    spelling = Spelling(tokenizer, eos)
+    known = LLTokenizer(TokenizerWrapper(spelling), eos_token=[*eos] or None, slices=[])
+    return known, spelling.digest
+
+
+class Spelling:
+    """A tokenizer as llguidance asks for one."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, eos: tuple[int, ...]):
+        import llguidance.hf
+
+        known = llguidance.hf.from_tokenizer(tokenizer, eos_token=[*eos] or None, slices=[])
+        ids = range(known.vocab_size)
+        self.eos_token_id = known.eos_token
+        self.tokens = [known.decode_bytes([token]) for token in ids]
+        self.special_token_ids = [token for token in ids if known.is_special_token(token)]
+        form = json.loads(tokenizer.backend_tokenizer.to_str())
+        form |= dict.fromkeys(("padding", "truncation"))
+        text = json.dumps(form, sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        form |= {"added_tokens": [], "post_processor": None}
+        form |= {name: _without_space(form[name]) for name in ("normalizer", "pre_tokenizer")}
+        self._tokenizer = Tokenizer.from_str(json.dumps(form))
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
