@@ -3,17 +3,21 @@
 Structure: modules, hooks, settings; another one takes another shadow. Weights: address, version,
 form of every tensor; other ones are another digest. Nothing is walked over unless a list of what
 was held differs, and only then are settings left out that callers change between calls. Writes
-through ``.data`` leave no trace. Knows no engine.
+that torch does not count are counted where they are known: by fused optimizers, and by layers with
+adapters that are merged (PEFT's). Others through ``.data`` leave no trace. Knows no engine.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Collection, Iterable
+from functools import cache, wraps
 from itertools import chain
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +147,12 @@ class Outline:
         _count_steps()
         self.root = root
         self._structure = _Structure(root)
+        self._merges = _count_merges(self._structure.modules)
         self._take_weights()
+
+    def release(self) -> None:
+        """It is compared no more: classes have their own methods again, unless others count."""
+        self._merges.clear()
 
     def changed(self) -> Change | None:
         """What differs, or None."""
@@ -201,7 +210,7 @@ class Outline:
             list(map(_VERSION, self._counted)),
             list(map(trace, self._packed)),
             list(map(checksum, self.uncounted)),
-            list(map(_steps.__getitem__, self._storages)),
+            list(map(_writes.__getitem__, self._storages)),
         ]
 
     def _same_tensors(self) -> bool:
@@ -240,18 +249,57 @@ def _constants(table: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if isinstance(value, _CONSTANT)}
 
 
-# By memory, the steps of optimizers that had a tensor of it among their parameters: torch's version
-# counters miss those of fused ones (``torch.optim.AdamW(..., fused=True)``, which transformers'
-# Trainer takes by default).
-_steps: Counter[int] = Counter()
+# By memory, the writes that torch's version counters miss and others make known.
+_writes: Counter[int] = Counter()
+
+
+def _count(written: Iterable[Tensor]) -> None:
+    _writes.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
 
 
 @cache
 def _count_steps() -> None:
-    """From now on, in this process."""
+    """From now on, in this process: steps of fused optimizers write to their parameters
+    (``torch.optim.AdamW(..., fused=True)``, which transformers' Trainer takes by default)."""
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        written = (p for group in optimizer.param_groups for p in group["params"])
-        _steps.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
+        _count(p for group in optimizer.param_groups for p in group["params"])
 
     register_optimizer_step_post_hook(stepped)
+
+
+class _Merge:
+    """``merge`` or ``unmerge`` of a class of layers, which write to ``.data``: every call of it
+    counts as a write to all that the layer holds, as long as somebody holds this."""
+
+    def __init__(self, kind: type, name: str):
+        own = vars(kind)[name]
+
+        @wraps(own)
+        def counted(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return own(layer, *args, **kwargs)
+            finally:
+                _count(chain(layer.parameters(), layer.buffers()))
+
+        def take_off() -> None:
+            if vars(kind)[name] is counted:
+                setattr(kind, name, own)
+
+        setattr(kind, name, counted)
+        finalize(self, take_off)
+
+
+_merges: WeakValueDictionary[tuple[type, str], _Merge] = WeakValueDictionary()
+_merges_lock = threading.Lock()
+
+
+def _count_merges(modules: Iterable[nn.Module]) -> list[_Merge]:
+    """Of every class of ``modules`` that has both, as PEFT's layers do; to hold while they
+    matter."""
+    both = ("merge", "unmerge")
+    kinds = {kind for kind in map(type, modules) if all(hasattr(kind, name) for name in both)}
+    bases = {base for kind in kinds for base in kind.__mro__}
+    places = [(b, name) for b in bases for name in both if type(vars(b).get(name)) is FunctionType]
+    with _merges_lock:
+        return [_merges.get(place) or _merges.setdefault(place, _Merge(*place)) for place in places]
