@@ -167,6 +167,19 @@ def test_a_merge_that_was_undone_is_a_change(safe, names):
     assert after[1] != before[1]
 
 
+def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
+    from peft.utils import hotswap
+
+    model, other = lora(), lora()
+    other.save_pretrained(tmp_path)
+    with Engine(model, config=UNPROVEN) as engine:
+        before = engine.fingerprint
+        hotswap.hotswap_adapter(model, str(tmp_path), "default")
+        after = engine.fingerprint
+    with Engine(model, config=UNPROVEN) as fresh:
+        assert fresh.fingerprint == after != before
+
+
 def test_merges_are_counted_as_long_as_an_engine_is_open():
     layer = peft.tuners.lora.Linear
     own, model, other = (layer.merge, layer.unmerge), heard(), heard()

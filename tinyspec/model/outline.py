@@ -3,15 +3,18 @@
 Structure: modules, hooks, settings; another one takes another shadow. Weights: address, version,
 form of every tensor; other ones are another digest. Nothing is walked over unless a list of what
 was held differs, and only then are settings left out that callers change between calls. Writes
-that torch does not count are counted where they are known: by fused optimizers, and by layers with
-adapters that are merged (PEFT's). Others through ``.data`` leave no trace. Knows no engine.
+that torch does not count are counted where they are known: by fused optimizers, and where PEFT
+merges or swaps adapters in place. Others through ``.data`` leave no trace. Knows no engine.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from functools import cache, wraps
 from itertools import chain
 from operator import attrgetter, is_
@@ -147,12 +150,12 @@ class Outline:
         _count_steps()
         self.root = root
         self._structure = _Structure(root)
-        self._merges = _count_merges(self._structure.modules)
+        self._writers = _count_merges(self._structure.modules)
         self._take_weights()
 
     def release(self) -> None:
         """It is compared no more: classes have their own methods again, unless others count."""
-        self._merges.clear()
+        self._writers.clear()
 
     def changed(self) -> Change | None:
         """What differs, or None."""
@@ -268,38 +271,43 @@ def _count_steps() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-class _Merge:
-    """``merge`` or ``unmerge`` of a class of layers, which write to ``.data``: every call of it
-    counts as a write to all that the layer holds, as long as somebody holds this."""
+class _Writer:
+    """The function ``name`` of a class or module, which writes to ``.data``: as long as somebody
+    holds this, every call counts as a write to all that its first argument holds."""
 
-    def __init__(self, kind: type, name: str):
-        own = vars(kind)[name]
+    def __init__(self, place: Any, name: str):
+        own = vars(place)[name]
 
         @wraps(own)
-        def counted(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **given: Any) -> Any:
             try:
-                return own(layer, *args, **kwargs)
+                return own(*args, **given)
             finally:
-                _count(chain(layer.parameters(), layer.buffers()))
+                written = args[0] if args else given["model"]
+                _count(chain(written.parameters(), written.buffers()))
 
         def take_off() -> None:
-            if vars(kind)[name] is counted:
-                setattr(kind, name, own)
+            if vars(place)[name] is counted:
+                setattr(place, name, own)
 
-        setattr(kind, name, counted)
+        setattr(place, name, counted)
         finalize(self, take_off)
 
 
-_merges: WeakValueDictionary[tuple[type, str], _Merge] = WeakValueDictionary()
-_merges_lock = threading.Lock()
+_writers: WeakValueDictionary[tuple[Any, str], _Writer] = WeakValueDictionary()
+_writers_lock = threading.Lock()
 
 
-def _count_merges(modules: Iterable[nn.Module]) -> list[_Merge]:
-    """Of every class of ``modules`` that has both, as PEFT's layers do; to hold while they
-    matter."""
-    both = ("merge", "unmerge")
-    kinds = {kind for kind in map(type, modules) if all(hasattr(kind, name) for name in both)}
+def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
+    """Of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``, and what swaps
+    adapters in place; to hold while they matter."""
+    kinds = {kind for kind in map(type, modules) if hasattr(kind, "unmerge")}
     bases = {base for kind in kinds for base in kind.__mro__}
-    places = [(b, name) for b in bases for name in both if type(vars(b).get(name)) is FunctionType]
-    with _merges_lock:
-        return [_merges.get(place) or _merges.setdefault(place, _Merge(*place)) for place in places]
+    places: list[tuple[Any, str]] = [(b, name) for b in bases for name in ("merge", "unmerge")]
+    if kinds and "peft" in sys.modules:
+        with suppress(ImportError):  # an older version
+            swaps = importlib.import_module("peft.utils.hotswap")
+            places.append((swaps, "hotswap_adapter_from_state_dict"))
+    held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
+    with _writers_lock:
+        return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]
