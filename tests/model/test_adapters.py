@@ -125,6 +125,22 @@ def test_adapters_change_while_an_engine_is_open():
     assert other[0] == greedy(model)
 
 
+def test_which_of_disabled_adapters_is_active_is_no_change():
+    model = heard()
+    with Engine(model, config=UNPROVEN) as engine:
+        enabled, disabled = [], []
+        for name in ("default", "other"):
+            model.set_adapter(name)
+            enabled.append(engine.fingerprint)
+            with model.disable_adapter():
+                disabled.append(engine.fingerprint)
+                model.set_adapter("default", inference_mode=True)
+                assert engine.contract.changed() is False
+                model.set_adapter(name)
+    assert disabled[0] == disabled[1]
+    assert len({*enabled, *disabled}) == 3, "control: it matters while they are enabled"
+
+
 def heard(**settings):
     """Two adapters with large weights: W + BA - BA is another W."""
     model = lora(**settings)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinyspec.model.linears import RowTiles
+from tinyspec.model.outline import unused
 from tinyspec.model.quantized import layout
 from tinyspec.model.torch_state import global_hooks
 from tinyspec.model.wrappers import hooks_of, users_forward
@@ -100,16 +101,18 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
     """By name, described: every attribute but ``ignored`` that may enter what a module computes.
 
     Of transformers', torch's and our own modules these are public plain values and functions, of
-    others all that they hold: of adapters (peft's tuner layers) which are in use, too.
+    others all that they hold: of adapters (peft's tuner layers) which are in use, too, unless they
+    are disabled.
     """
     found = {}
     for name, module in model.named_modules():
         package = package_of(module)
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
+        idle = _IDLE | unused(module)
         for key, value in vars(module).items():
             full = f"{name}.{key}".lstrip(".")
-            if key in _IDLE or key.startswith("tinyspec_") or full in ignored:
+            if key in idle or key.startswith("tinyspec_") or full in ignored:
                 continue
             if isinstance(value, (nn.Module, PreTrainedConfig)) or _holds_tensors(value):
                 continue

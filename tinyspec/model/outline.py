@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -94,7 +93,7 @@ class _Structure:
         self._constants = list(map(_constants, self._owners))
 
     def _look_into(self, name: str, module: nn.Module) -> None:
-        self._look_through(name, vars(module), _BASE | IDLE)
+        self._look_through(name, vars(module), _BASE | IDLE | unused(module))
         self._add(name, module._modules)
         for table in (module._forward_hooks, module._forward_pre_hooks):
             self._tables[id(table)] = table
@@ -230,6 +229,12 @@ class Outline:
         return self._same_tensors() and self._numbers == self._count_writes()
 
 
+def unused(module: nn.Module) -> set[str]:
+    """Attributes that have no effect now: of PEFT's adapters, if disabled, which are active."""
+    disabled = getattr(module, "disable_adapters", None) is True  # of a model it is a method
+    return {"_active_adapter"} if disabled else set()
+
+
 def _form(x: Tensor | None) -> object:
     if x is None or is_packed(x):
         return packing_format(x)
@@ -295,7 +300,6 @@ class _Writer:
 
 
 _writers: WeakValueDictionary[tuple[Any, str], _Writer] = WeakValueDictionary()
-_writers_lock = threading.Lock()
 
 
 def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
@@ -309,5 +313,4 @@ def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
             swaps = importlib.import_module("peft.utils.hotswap")
             places.append((swaps, "hotswap_adapter_from_state_dict"))
     held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
-    with _writers_lock:
-        return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]
+    return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]
