@@ -10,7 +10,6 @@ merges or swaps adapters in place. Others through ``.data`` leave no trace. Know
 from __future__ import annotations
 
 import importlib
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -308,7 +307,7 @@ def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
     kinds = {kind for kind in map(type, modules) if hasattr(kind, "unmerge")}
     bases = {base for kind in kinds for base in kind.__mro__}
     places: list[tuple[Any, str]] = [(b, name) for b in bases for name in ("merge", "unmerge")]
-    if kinds and "peft" in sys.modules:
+    if any(kind.__module__.startswith("peft.") for kind in kinds):
         with suppress(ImportError):  # an older version
             swaps = importlib.import_module("peft.utils.hotswap")
             places.append((swaps, "hotswap_adapter_from_state_dict"))
