@@ -125,7 +125,7 @@ def test_adapters_change_while_an_engine_is_open():
     assert other[0] == greedy(model)
 
 
-def test_which_of_disabled_adapters_is_active_is_no_change():
+def test_which_of_disabled_adapters_is_active_is_no_part_of_the_fingerprint():
     model = heard()
     with Engine(model, config=UNPROVEN) as engine:
         enabled, disabled = [], []
@@ -134,9 +134,6 @@ def test_which_of_disabled_adapters_is_active_is_no_change():
             enabled.append(engine.fingerprint)
             with model.disable_adapter():
                 disabled.append(engine.fingerprint)
-                model.set_adapter("default", inference_mode=True)
-                assert engine.contract.changed() is False
-                model.set_adapter(name)
     assert disabled[0] == disabled[1]
     assert len({*enabled, *disabled}) == 3, "control: it matters while they are enabled"
 

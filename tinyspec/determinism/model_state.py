@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinyspec.model.linears import RowTiles
-from tinyspec.model.outline import unused
 from tinyspec.model.quantized import layout
 from tinyspec.model.torch_state import global_hooks
 from tinyspec.model.wrappers import hooks_of, users_forward
@@ -109,7 +108,8 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
         package = package_of(module)
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
-        idle = _IDLE | unused(module)
+        disabled = getattr(module, "disable_adapters", None) is True  # of a model it is a method
+        idle = _IDLE | {"_active_adapter"} if disabled else _IDLE
         for key, value in vars(module).items():
             full = f"{name}.{key}".lstrip(".")
             if key in idle or key.startswith("tinyspec_") or full in ignored:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from functools import cache, wraps
 from itertools import chain
 from operator import attrgetter, is_
@@ -92,7 +91,7 @@ class _Structure:
         self._constants = list(map(_constants, self._owners))
 
     def _look_into(self, name: str, module: nn.Module) -> None:
-        self._look_through(name, vars(module), _BASE | IDLE | unused(module))
+        self._look_through(name, vars(module), _BASE | IDLE)
         self._add(name, module._modules)
         for table in (module._forward_hooks, module._forward_pre_hooks):
             self._tables[id(table)] = table
@@ -228,12 +227,6 @@ class Outline:
         return self._same_tensors() and self._numbers == self._count_writes()
 
 
-def unused(module: nn.Module) -> set[str]:
-    """Attributes that have no effect now: of PEFT's adapters, if disabled, which are active."""
-    disabled = getattr(module, "disable_adapters", None) is True  # of a model it is a method
-    return {"_active_adapter"} if disabled else set()
-
-
 def _form(x: Tensor | None) -> object:
     if x is None or is_packed(x):
         return packing_format(x)
@@ -304,12 +297,10 @@ _writers: WeakValueDictionary[tuple[Any, str], _Writer] = WeakValueDictionary()
 def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
     """Of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``, and what swaps
     adapters in place; to hold while they matter."""
-    kinds = {kind for kind in map(type, modules) if hasattr(kind, "unmerge")}
-    bases = {base for kind in kinds for base in kind.__mro__}
+    bases = {b for kind in map(type, modules) if hasattr(kind, "unmerge") for b in kind.__mro__}
     places: list[tuple[Any, str]] = [(b, name) for b in bases for name in ("merge", "unmerge")]
-    if any(kind.__module__.startswith("peft.") for kind in kinds):
-        with suppress(ImportError):  # an older version
-            swaps = importlib.import_module("peft.utils.hotswap")
-            places.append((swaps, "hotswap_adapter_from_state_dict"))
+    if any(base.__module__.startswith("peft.") for base in bases):
+        swaps = importlib.import_module("peft.utils.hotswap")
+        places.append((swaps, "hotswap_adapter_from_state_dict"))
     held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
     return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]
