@@ -109,7 +109,7 @@ class SamplingParams(Settings):
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     max_new_tokens: most tokens that are generated (default: 128). None: what ``max_model_len``
         leaves, which the output records.
-    min_new_tokens: no stop token is sampled before.
+    min_new_tokens: no stop token is sampled before, and stop strings that end before do not count.
     temperature: 0 (default) is greedy.
     top_k: sample from so many of the likeliest. 0: off. It filters before top_p, and that before
         min_p.

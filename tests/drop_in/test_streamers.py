@@ -186,6 +186,7 @@ def by_text(own, encode, **settings):
 
 STOPS = [
     lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
+    lambda t: {"stop_strings": ["lived", "clev"], "min_new_tokens": LONG - 1},  # which end at once
     lambda t: {"generation_config": GenerationConfig(stop_strings="Finn Fi")},
     lambda t: {
         "stop_strings": ["lived", "Iris"],

@@ -276,12 +276,11 @@ class _Writer:
         own = vars(place)[name]
 
         @wraps(own)
-        def counted(*args: Any, **given: Any) -> Any:
+        def counted(model: nn.Module, *args: Any, **given: Any) -> Any:
             try:
-                return own(*args, **given)
+                return own(model, *args, **given)
             finally:
-                written = args[0] if args else given["model"]
-                _count(chain(written.parameters(), written.buffers()))
+                _count(chain(model.parameters(), model.buffers()))
 
         def take_off() -> None:
             if vars(place)[name] is counted:
