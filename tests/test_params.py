@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
     "max_new_tokens": (0, -1, 1.0, "5", True, 2**63),
     "min_new_tokens": (-1, 0.5, None, 129),
-    "temperature": (-0.1, NAN, INF, "hot", None, True, 2**1024),
+    "temperature": (-0.1, NAN, INF, "hot", None, True, 2**1024, 1e39, 9e-7),
     "top_k": (-1, 2.0, "5", True, 2**63),
     "top_p": (-1e-9, -0.5, 1.01, NAN, "most", True),
     "min_p": (-0.1, 1.5, NAN, "some"),

@@ -96,9 +96,10 @@ def _text(field: str, value: Any) -> str:
 _SHARE = numbers("a number in [0, 1]", lambda x: 0 <= x <= 1)
 _FINITE = numbers("a finite number", lambda _: True)
 _POSITIVE = numbers("a finite number above 0", lambda x: x > 0)
-_TEMPERATURE = numbers(
-    "0 (greedy) or a finite number of at least 1e-6", lambda x: x == 0 or x >= 1e-6
-)
+# Temperatures above 0 as fp32, which logits are divided in, has the least and its largest number.
+COLDEST, HOTTEST = 9.999999974752427e-07, 3.4028234663852886e38
+TEMPERATURES = "0 (greedy) or a number from 1e-6 to 3.4e38, the largest of fp32"
+_TEMPERATURE = numbers(TEMPERATURES, lambda x: x == 0 or COLDEST <= x <= HOTTEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class SamplingParams(Settings):
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     max_new_tokens: most tokens that are generated (default: 128). None: what ``max_model_len``
         leaves, which the output records.
-    min_new_tokens: no stop token is sampled before.
+    min_new_tokens: no stop token is sampled before, and stop strings that end before do not count.
     temperature: 0 (default) is greedy.
     top_k: sample from so many of the likeliest. 0: off. It filters before top_p, and that before
         min_p.

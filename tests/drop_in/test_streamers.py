@@ -6,7 +6,12 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TextIteratorStreamer,
+)
 from transformers.generation import StopStringCriteria
 
 import tinyspec
@@ -135,6 +140,20 @@ def test_what_a_hook_raises_comes_out(hook, at, kind):
     assert torch.equal(model(SAME).logits, own(SAME).logits)
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_a_streamer_is_told_of_the_end_when_generate_raises(several):
+    """As a TextIteratorStreamer's reader in another thread waits for it; once each."""
+    model, _ = pair()
+    recorders = [AttentionRecorder() for _ in (SAME if several else SAME[:1])]
+    for hook, at in (("processor", 4), ("criterion", 4)):
+        with pytest.raises(BoomError):
+            streamer = recorders if several else recorders[0]
+            model.generate(SAME, **BASE, **HOOKS[hook](Boom(BoomError(), at)), streamer=streamer)
+        for recorder in recorders:
+            assert recorder.puts.count("end") == 1 and recorder.puts[-1] == "end"
+            recorder.puts.clear()
+
+
 LONG = 24
 TEXTS = ["Once upon a time", "The dog", "A girl named Lily had a red ball. She"]
 
@@ -152,6 +171,14 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
+def test_a_reader_is_not_left_waiting(models, tokenizer):
+    reader = TextIteratorStreamer(tokenizer, timeout=1)
+    asked = {**tokenizer(TEXTS[0], return_tensors="pt"), "max_new_tokens": LONG}
+    with pytest.raises(BoomError):
+        models[0].generate(**asked, logits_processor=[Boom(BoomError(), 4)], streamer=reader)
+    assert "".join(reader).startswith(TEXTS[0])
+
+
 def by_text(own, encode, **settings):
     """What transformers makes of each of TEXTS by itself."""
     return [own.generate(**encode(text, return_tensors="pt"), **settings) for text in TEXTS]
@@ -159,6 +186,7 @@ def by_text(own, encode, **settings):
 
 STOPS = [
     lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
+    lambda t: {"stop_strings": ["lived", "clev"], "min_new_tokens": LONG - 1},  # which end at once
     lambda t: {"generation_config": GenerationConfig(stop_strings="Finn Fi")},
     lambda t: {
         "stop_strings": ["lived", "Iris"],

@@ -128,7 +128,10 @@ def between_steps(model, change):
 RUNNING = (in_processor, in_generate, in_drafter, between_steps)
 
 
-USUAL = (changes.data_replaced, changes.adapter, changes.hook, changes.threads)
+USUAL = (
+    *(changes.data_replaced, changes.adapter, changes.adapter_merged_and_unmerged),
+    *(changes.hook, changes.threads),
+)
 
 
 @pytest.mark.crossed(1)

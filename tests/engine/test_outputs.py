@@ -256,7 +256,9 @@ def test_the_end_tells_what_was_held_back():
     tokenizer = byte_tokenizer()
     half = tokenizer("\N{GRINNING FACE}")["input_ids"][:2]
     for told, held, given in (("the q", " q", ()), ("the", tokenizer.decode(half), half)):
-        stream = TextStream(tokenizer, stops=(" quick",))
+        stream = TextStream(
+            tokenizer, SamplingParams(stop_strings=" quick", include_stop_str=False)
+        )
         begun = stream.push(tokenizer(told)["input_ids"], False) + stream.push(given, False)
         assert begun == "the" and stream.push([], True) == held
 
@@ -325,6 +327,39 @@ def test_stop_strings_end_a_request(engine, tokenizer):
     for event in stream:
         texts[event.request_id, event.index] += event.text
     assert list(texts.values()) == [text for _, text, *_ in expected]
+
+
+@pytest.mark.parametrize("stop", ["k brow", "🦊", "e", " "])
+def test_stop_strings_behind_the_least_new_tokens(engine, tokenizer, stop):
+    """As of vLLM's min_tokens: one that ends within these does not count, one that begins in them
+    and ends behind does."""
+    ids = tokenizer(TEXT)["input_ids"]
+    start = tokenizer("🦊 k brow")["input_ids"][:3]
+    params = SamplingParams(
+        max_new_tokens=len(ids),
+        ignore_eos=True,
+        stop_strings=("never", stop),
+        include_stop_str=False,
+        logits_processors=[Recites(ids, 3)],
+    )
+    asked, expected = [], []
+    for least in range(0, len(ids) + 1, 3):
+        early = len(tokenizer.decode(ids[:least]).rstrip("\ufffd"))
+        count, text = len(ids), TEXT
+        for n in range(least + 1, len(ids) + 1):
+            place = tokenizer.decode(ids[:n]).find(stop, max(0, early + 1 - len(stop)))
+            if place >= 0:
+                count, text = n, TEXT[:place]
+                break
+        asked.append(replace(params, min_new_tokens=least, deterministic=least % 2 == 0))
+        expected.append((count, text))
+    completions = [o.completions[0] for o in engine.generate([start] * len(asked), asked)]
+    assert [(len(c.token_ids), c.text) for c in completions] == expected
+    texts = dict.fromkeys(range(len(asked)), "")
+    for event in engine.stream([start] * len(asked), asked):
+        texts[event.prompt] += event.text
+    assert list(texts.values()) == [text for _, text in expected]
+    assert expected[0][1] in expected[-1][1] and expected[0] != expected[-1], "control"
 
 
 REASONS = [

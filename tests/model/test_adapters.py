@@ -2,6 +2,7 @@
 that do not are refused by name."""
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support import zoo
 from tests.support.budget import first
 from tests.support.loading import (
     CONFIG,
+    DETERMINISTIC,
     PLAIN,
     PROMPTS,
     greedy,
@@ -18,6 +20,7 @@ from tests.support.loading import (
     serve,
     tokens,
 )
+from tests.support.mixes import bits
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams, doctor
 
@@ -122,7 +125,102 @@ def test_adapters_change_while_an_engine_is_open():
     assert other[0] == greedy(model)
 
 
+def test_which_of_disabled_adapters_is_active_is_no_part_of_the_fingerprint():
+    model = heard()
+    with Engine(model, config=UNPROVEN) as engine:
+        enabled, disabled = [], []
+        for name in ("default", "other"):
+            model.set_adapter(name)
+            enabled.append(engine.fingerprint)
+            with model.disable_adapter():
+                disabled.append(engine.fingerprint)
+    assert disabled[0] == disabled[1]
+    assert len({*enabled, *disabled}) == 3, "control: it matters while they are enabled"
+
+
+def heard(**settings):
+    """Two adapters with large weights: W + BA - BA is another W."""
+    model = lora(**settings)
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+@pytest.mark.parametrize("names", [["default"], ["default", "other"]], ids=len)
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_merge_that_was_undone_is_a_change(safe, names):
+    """Between two calls and during one."""
+    model, long = heard(), replace(DETERMINISTIC, max_new_tokens=40)
+
+    def undone():
+        model.merge_adapter(names, safe_merge=safe)
+        model.unmerge_adapter()
+
+    def answers(engine):
+        outputs = engine.generate(PROMPTS, DETERMINISTIC)
+        return [bits(output) for output in outputs], outputs[0].fingerprint
+
+    with Engine(model, config=CONFIG) as engine:
+        before = answers(engine)
+        undone()
+        after = answers(engine)
+        events = engine.stream(PROMPTS[1], long)
+        next(events)
+        undone()
+        *_, last = events
+        assert last.finish_reason == "abort"
+        assert "the weights changed" in last.error
+        again = answers(engine)
+    with Engine(model, config=CONFIG) as fresh:
+        assert answers(fresh) == again
+    assert after[0] != before[0], "control: bits move"
+    assert after[1] != before[1]
+
+
+def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
+    from peft.utils import hotswap
+
+    model, other = lora(), lora()
+    other.save_pretrained(tmp_path)
+    with Engine(model, config=UNPROVEN) as engine:
+        before = engine.fingerprint
+        hotswap.hotswap_adapter(model, str(tmp_path), "default")
+        after = engine.fingerprint
+    with Engine(model, config=UNPROVEN) as fresh:
+        assert fresh.fingerprint == after != before
+
+
+def test_merges_are_counted_as_long_as_an_engine_is_open():
+    layer = peft.tuners.lora.Linear
+    own, model, other = (layer.merge, layer.unmerge), heard(), heard()
+    with Engine(model, config=UNPROVEN) as engine:
+        with Engine(other, config=UNPROVEN):
+            assert layer.merge is not own[0] and layer.unmerge is not own[1]
+            model.set_adapter("other")
+            engine.check_model()  # makes another copy
+        model.merge_adapter()
+        model.unmerge_adapter()
+        assert engine.contract.changed()
+    assert (layer.merge, layer.unmerge) == own
+    dropped = Engine(model, config=UNPROVEN)
+    assert layer.merge is not own[0]
+    del dropped
+    gc.collect()
+    assert (layer.merge, layer.unmerge) == own
+
+
 # Refused
+
+
+def merged_and_disabled():
+    """PEFT unmerges them in the next forward, whoever calls it."""
+    model = lora()
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+    return model
 
 
 def prompted(kind):
@@ -137,6 +235,7 @@ REFUSED = {
     "'default' is PROMPT_TUNING, and its virtual tokens": lambda: prompted("PromptTuning"),
     "'default' is PREFIX_TUNING, and its virtual tokens": lambda: prompted("PrefixTuning"),
     "'default' is ADAPTION_PROMPT": adaption_prompt,
+    "a pass would unmerge model.layers.0.self_attn.q_proj": merged_and_disabled,
     "alora_invocation_tokens": lambda: lora(alora_invocation_tokens=[1, 2]),
     "q_proj's parameters in every pass": lambda: lora(
         target_modules=[], target_parameters=["q_proj.weight"]

@@ -149,6 +149,17 @@ UNPROVABLE = {
 }
 
 
+def test_a_refusal_comes_without_warnings_of_trials(folder, caplog):
+    model = outliers(folder)
+    caplog.set_level(logging.WARNING, logger="bitsandbytes")
+    with Engine(model, config=CONFIG) as engine:
+        with pytest.raises(DeterminismError):
+            engine.generate(PROMPTS, DETERMINISTIC)
+        assert "inputs will be cast" not in caplog.text
+        engine.generate(PROMPTS, PLAIN)
+    assert "inputs will be cast" in caplog.text, "control: of passes, as in transformers"
+
+
 @pytest.mark.parametrize("make", UNPROVABLE, ids=lambda f: f.__name__)
 def test_what_no_probe_can_prove_is_refused(folder, make):
     model = settled(make(folder))

@@ -173,3 +173,18 @@ def test_what_is_refused():
     for wrong, message in REFUSED:
         with pytest.raises(ValueError, match=f"^{message}"):
             token_logprobs(**{"logits": torch.zeros(2, 9), "ids": [1, 2], **wrong})
+
+
+def test_temperatures_are_those_of_requests():
+    taken = {0: True, 1e-6: True, np.float32(1e-6): True, 3.4e38: True}
+    for value, expected in {**taken, 1e-50: False, 9e-7: False, 1e39: False}.items():
+        for ask in (
+            lambda value: SamplingParams(temperature=value),
+            lambda value: token_logprobs(torch.zeros(2, 9), [1, 2], value),
+            lambda value: token_logprobs(torch.zeros(2, 9), [1, 2], np.float64(value)),
+        ):
+            if expected:
+                ask(value)
+                continue
+            with pytest.raises(ValueError, match=r"^temperature=.*1e-6 to 3.4e38"):
+                ask(value)

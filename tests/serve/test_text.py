@@ -132,6 +132,11 @@ def test_completions(client):
     (choice,) = story.choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", " named")
     assert choice.text and " named" not in choice.text
+    least = {"min_tokens": 40}
+    story = client.completions.create(
+        **asked | {"max_tokens": 60}, prompt="Once", stop=" named", extra_body=least
+    )
+    assert story.choices[0].text.startswith(f"{choice.text} named")
 
 
 def test_texts_of_tokens_join_to_the_text():

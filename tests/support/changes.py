@@ -34,6 +34,12 @@ class Tuner(nn.Module):
     def disable_adapters(self) -> bool:
         return self._disabled
 
+    def merge(self) -> None:
+        self.base_layer.weight.data += self.adapters["fr"].weight.detach() * 1e4
+
+    def unmerge(self) -> None:
+        self.base_layer.weight.data -= self.adapters["fr"].weight.detach() * 1e4
+
     def forward(self, x: Tensor) -> Tensor:
         out = self.base_layer(x)
         for name in [] if self._disabled else self._active:
@@ -166,6 +172,13 @@ def adapter(model: Any) -> None:
     model.model.layers[0].mlp.down_proj._active = ["fr"]
 
 
+def adapter_merged_and_unmerged(model: Any) -> None:
+    """Rounded twice, the weight is another one at the same place."""
+    tuner = model.model.layers[0].mlp.down_proj
+    tuner.merge()
+    tuner.unmerge()
+
+
 def adapter_rescaled(model: Any) -> None:
     model.model.layers[0].mlp.down_proj.scaling["en"] = 0.5
 
@@ -187,7 +200,8 @@ Change = Callable[[Any], None]
 OF_LLAMA: tuple[Change, ...] = (
     *(parameter_written, fused_step, parameter_replaced, data_replaced, data_seen_otherwise),
     *(number, number_of_the_users, function, enclosed_number, module, module_taken_out),
-    *(hook, hook_removed, number_of_a_hook, own_forward, adapter, adapter_rescaled, threads),
+    *(hook, hook_removed, number_of_a_hook, own_forward, threads),
+    *(adapter, adapter_merged_and_unmerged, adapter_rescaled),
 )
 OF_GEMMA2: tuple[Change, ...] = (buffer_written, buffer_replaced)
 FOLLOWED: tuple[Change, ...] = (*OF_LLAMA, *OF_GEMMA2)

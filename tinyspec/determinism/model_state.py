@@ -100,16 +100,19 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
     """By name, described: every attribute but ``ignored`` that may enter what a module computes.
 
     Of transformers', torch's and our own modules these are public plain values and functions, of
-    others all that they hold: of adapters (peft's tuner layers) which are in use, too.
+    others all that they hold: of adapters (peft's tuner layers) which are in use, too, unless they
+    are disabled.
     """
     found = {}
     for name, module in model.named_modules():
         package = package_of(module)
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
+        disabled = getattr(module, "disable_adapters", None) is True  # of a model it is a method
+        idle = _IDLE | {"_active_adapter"} if disabled else _IDLE
         for key, value in vars(module).items():
             full = f"{name}.{key}".lstrip(".")
-            if key in _IDLE or key.startswith("tinyspec_") or full in ignored:
+            if key in idle or key.startswith("tinyspec_") or full in ignored:
                 continue
             if isinstance(value, (nn.Module, PreTrainedConfig)) or _holds_tensors(value):
                 continue

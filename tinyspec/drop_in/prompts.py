@@ -151,9 +151,10 @@ class Streamers:
             self._steps += 1
 
     def end(self) -> None:
-        """All completions have ended."""
-        if not self._several:
-            self._streamers[0].end()
+        """No more tokens will come."""
+        for one, done in zip(self._streamers, self._finished, strict=False):
+            if not (self._several and done):  # which was told of its own end
+                one.end()
 
 
 def append(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:

@@ -46,21 +46,23 @@ def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
     if call.unserved:
         return []
     streamers = call.streamers()
-    if wide is not None:
-        wide.run(engine, requests, streamers, call.pad)
-    elif streamers is None:
-        engine.tracker.run(requests, until_abort=True)
-    else:
-        places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
-        with engine.follow(requests) as events:
-            for event in events:
-                if event.finish_reason == "abort":
-                    break
-                place, ended = places[event.request_id, event.index], bool(event.finish_reason)
-                streamers.put(place, event.token_ids, ended, call.pad)
-    raise_failed(sequences)
-    if streamers is not None:
-        streamers.end()
+    try:
+        if wide is not None:
+            wide.run(engine, requests, streamers, call.pad)
+        elif streamers is None:
+            engine.tracker.run(requests, until_abort=True)
+        else:
+            places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
+            with engine.follow(requests) as events:
+                for event in events:
+                    if event.finish_reason == "abort":
+                        break
+                    place, ended = places[event.request_id, event.index], bool(event.finish_reason)
+                    streamers.put(place, event.token_ids, ended, call.pad)
+        raise_failed(sequences)
+    finally:  # who reads them in another thread waits for it
+        if streamers is not None:
+            streamers.end()
     return sequences
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tinyspec.engine.in_flight import InFlightPass, NewTokens
-from tinyspec.engine.stop_strings import first_stop, reach
+from tinyspec.engine.stop_strings import decoded, first_stop, reach
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
@@ -323,11 +323,12 @@ class Committer:
         if sequence.teacher_forced:
             return False
         if params.stop_strings:
-            first = max(sequence.request.num_prompt, sequence.length - reach(params.stop_strings))
+            begin, stops = sequence.request.num_prompt, params.stop_strings
+            first = max(begin, sequence.length - reach(stops))
             newest = sequence.ids(first, sequence.length)
             with callers_modes():
-                text = self.tokenizer.decode(newest, skip_special_tokens=False)
-            if (found := first_stop(text, params.stop_strings)) is not None:
+                text, early = decoded(self.tokenizer, newest, begin + params.min_new_tokens - first)
+            if (found := first_stop(text, stops, early)) is not None:
                 sequence.stop_string = found[0]
                 return True
         if not params.stopping_criteria:

@@ -115,6 +115,7 @@ class Engine(OneProcess):
         served = install(self.model, self.config, self._thinking, self.autocast)
         extra = self._served_blocks(served)
         self.core.drain()
+        self.served.outline.release()
         self.served = served
         self.admission.checkpoints.on = bool(served.recurrent)
         self.runner.serve(served)
@@ -148,6 +149,7 @@ class Engine(OneProcess):
                 self.tracker.close()
                 self.core.drain()
                 self.runner.release()
+                self.served.outline.release()
 
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""

@@ -33,7 +33,7 @@ def text_of(tokenizer: Any, token_ids: list[int], params: SamplingParams) -> str
     """As a completion of these ``params`` has it: stop strings may be left out."""
     text = decode(tokenizer, token_ids)
     if text and params.hidden_stops:
-        text = text[: len(text) - hidden(tokenizer, token_ids, params.hidden_stops, last=True)]
+        text = text[: len(text) - hidden(tokenizer, token_ids, params, last=True)]
     return text
 
 
@@ -84,15 +84,15 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
 
 
 class TextStream:
-    """Text of a growing sequence, piece by piece and in whole characters; what is or may be one of
-    ``stops`` is held back. special: special tokens have a text, too.
+    """Text of a growing sequence, piece by piece and in whole characters; what is or may be a stop
+    string that ``params`` leave out is held back. special: special tokens have a text, too.
 
     Each piece is decoded together with the last one before it that shows something, because some
     tokenizers decode a token differently at the start of a text.
     """
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), special: bool = False):
-        self._tokenizer, self._stops, self._special = tokenizer, stops, special
+    def __init__(self, tokenizer: Any, params: SamplingParams | None = None, special: bool = False):
+        self._tokenizer, self._params, self._special = tokenizer, params, special
         self._held = self._known = ""
         self._tokens: list[int] = []
         self._before: list[int] = []
@@ -120,7 +120,9 @@ class TextStream:
         self._known = self._decode(self._before)
         self._tokens += piece
         self._piece, text = rest, self._held + text[len(known) :]
-        held = hidden(self._tokenizer, self._tokens, self._stops, last) if self._stops else 0
+        params, held = self._params, 0
+        if params is not None and params.hidden_stops:
+            held = hidden(self._tokenizer, self._tokens, params, last)
         end = max(0, len(text) - held)
         self._held = text[end:]
         return text[:end]
@@ -164,7 +166,7 @@ class EventStream(Iterator[StreamEvent]):
         self._open: dict[Sequence, _Told] = {}
         for prompt, request in enumerate(requests):
             for sequence in request.sequences:
-                text = TextStream(tokenizer, sequence.params.hidden_stops)
+                text = TextStream(tokenizer, sequence.params)
                 self._open[sequence] = _Told(text, request.num_prompt, prompt)
 
     def __next__(self) -> StreamEvent:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tinyspec.sampling_params import SamplingParams
+
 
 def reach(stops: Sequence[str]) -> int:
     """How many of the newest tokens a stop string that is new can be in: a token has at least one
@@ -16,22 +18,31 @@ def reach(stops: Sequence[str]) -> int:
     return max(len(stop.encode()) for stop in stops) + 1
 
 
-def first_stop(text: str, stops: Sequence[str]) -> tuple[str, int] | None:
-    """Which of ``stops`` would end ``text`` if it came letter by letter, and where it begins; of
-    two that end with one letter, the longer. None: none of them."""
-    ends = [(place + len(stop), place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+def decoded(tokenizer: Any, token_ids: list[int], exempt: int) -> tuple[str, int]:
+    """Their text, and how many of its letters are whole with the first ``exempt`` of them."""
+    parts = token_ids, token_ids[: max(0, exempt)]
+    text, early = (tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+    return text, len(early.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+def first_stop(text: str, stops: Sequence[str], early: int) -> tuple[str, int] | None:
+    """Which of ``stops`` would end ``text`` behind its first ``early`` letters if it came letter by
+    letter, and where it begins; of two that end with one letter, the longer. None: none of them."""
+    places = ((text.find(stop, max(0, early + 1 - len(stop))), stop) for stop in stops)
+    ends = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
     if not ends:
         return None
     _, place, stop = min(ends)
     return stop, place
 
 
-def hidden(tokenizer: Any, token_ids: list[int], stops: Sequence[str], last: bool) -> int:
+def hidden(tokenizer: Any, token_ids: list[int], params: SamplingParams, last: bool) -> int:
     """How many letters at the end of the text of ``token_ids`` are not shown: from a stop string
     on, and if they are not the ``last``, what may be the beginning of one."""
-    newest = token_ids[-reach(stops) :]
-    text = tokenizer.decode(newest, skip_special_tokens=False)
-    found, count = first_stop(text, stops), 0
+    newest = token_ids[-reach(stops := params.hidden_stops) :]
+    exempt = params.min_new_tokens - len(token_ids) + len(newest)
+    text, early = decoded(tokenizer, newest, exempt)
+    found, count = first_stop(text, stops, early), 0
     if found is not None:
         count = len(text) - found[1]
     elif not last:

@@ -6,7 +6,9 @@ Knows modules, nothing of passes.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -121,8 +123,11 @@ def install(
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
     precision = Autocast(autocast, model.device.type)
     served = ServedModel(model, model if root is None else root, precision)
+    loud = logging.getLogger("bitsandbytes")  # which warns of every product of fp32
     # Tables and stand-ins are made under the settings of passes.
-    with pinned(model.device.type), without_modes():
+    with ExitStack() as later, pinned(model.device.type), without_modes():
+        later.callback(loud.setLevel, loud.level)
+        loud.setLevel(logging.ERROR)
         _install(served, config)
     widest = max((layer.head_dim for layer in served.layers), default=0)
     if config.backend == "triton" and widest > MAX_HEAD_DIM:

@@ -3,17 +3,21 @@
 Structure: modules, hooks, settings; another one takes another shadow. Weights: address, version,
 form of every tensor; other ones are another digest. Nothing is walked over unless a list of what
 was held differs, and only then are settings left out that callers change between calls. Writes
-through ``.data`` leave no trace. Knows no engine.
+that torch does not count are counted where they are known: by fused optimizers, and where PEFT
+merges or swaps adapters in place. Others through ``.data`` leave no trace. Knows no engine.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Collection, Iterable
+from functools import cache, wraps
 from itertools import chain
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +147,12 @@ class Outline:
         _count_steps()
         self.root = root
         self._structure = _Structure(root)
+        self._writers = _count_merges(self._structure.modules)
         self._take_weights()
+
+    def release(self) -> None:
+        """It is compared no more: classes have their own methods again, unless others count."""
+        self._writers.clear()
 
     def changed(self) -> Change | None:
         """What differs, or None."""
@@ -201,7 +210,7 @@ class Outline:
             list(map(_VERSION, self._counted)),
             list(map(trace, self._packed)),
             list(map(checksum, self.uncounted)),
-            list(map(_steps.__getitem__, self._storages)),
+            list(map(_writes.__getitem__, self._storages)),
         ]
 
     def _same_tensors(self) -> bool:
@@ -240,18 +249,57 @@ def _constants(table: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if isinstance(value, _CONSTANT)}
 
 
-# By memory, the steps of optimizers that had a tensor of it among their parameters: torch's version
-# counters miss those of fused ones (``torch.optim.AdamW(..., fused=True)``, which transformers'
-# Trainer takes by default).
-_steps: Counter[int] = Counter()
+# By memory, the writes that torch's version counters miss and others make known.
+_writes: Counter[int] = Counter()
+
+
+def _count(written: Iterable[Tensor]) -> None:
+    _writes.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
 
 
 @cache
 def _count_steps() -> None:
-    """From now on, in this process."""
+    """From now on, in this process: steps of fused optimizers write to their parameters
+    (``torch.optim.AdamW(..., fused=True)``, which transformers' Trainer takes by default)."""
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        written = (p for group in optimizer.param_groups for p in group["params"])
-        _steps.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
+        _count(p for group in optimizer.param_groups for p in group["params"])
 
     register_optimizer_step_post_hook(stepped)
+
+
+class _Writer:
+    """The function ``name`` of a class or module, which writes to ``.data``: as long as somebody
+    holds this, every call counts as a write to all that its first argument holds."""
+
+    def __init__(self, place: Any, name: str):
+        own = vars(place)[name]
+
+        @wraps(own)
+        def counted(model: nn.Module, *args: Any, **given: Any) -> Any:
+            try:
+                return own(model, *args, **given)
+            finally:
+                _count(chain(model.parameters(), model.buffers()))
+
+        def take_off() -> None:
+            if vars(place)[name] is counted:
+                setattr(place, name, own)
+
+        setattr(place, name, counted)
+        finalize(self, take_off)
+
+
+_writers: WeakValueDictionary[tuple[Any, str], _Writer] = WeakValueDictionary()
+
+
+def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
+    """Of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``, and what swaps
+    adapters in place; to hold while they matter."""
+    bases = {b for kind in map(type, modules) if hasattr(kind, "unmerge") for b in kind.__mro__}
+    places: list[tuple[Any, str]] = [(b, name) for b in bases for name in ("merge", "unmerge")]
+    if any(base.__module__.startswith("peft.") for base in bases):
+        swaps = importlib.import_module("peft.utils.hotswap")
+        places.append((swaps, "hotswap_adapter_from_state_dict"))
+    held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
+    return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]

@@ -201,6 +201,8 @@ def _offloaded_or_merged(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if type(module).__name__ == "ParamWrapper":
             return f"PEFT merges {name}'s parameters in every pass (target_parameters)"
+        if getattr(module, "merged", False) and getattr(module, "disable_adapters", False):
+            return f"a pass would unmerge {name}, whose adapters are disabled: unmerge them first"
         hook = _offloading(getattr(module, "_hf_hook", None))
         if hook is not None:
             where = name or "all of it"

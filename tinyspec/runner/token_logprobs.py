@@ -21,7 +21,7 @@ from tinyspec.model.gradients import evaluated
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import without_modes
 from tinyspec.runner.sampler import Sampler
-from tinyspec.sampling_params import SamplingParams
+from tinyspec.sampling_params import COLDEST, HOTTEST, TEMPERATURES, SamplingParams
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Logits that are worked on at a time.
@@ -93,14 +93,14 @@ def _tokens(ids: Any, logits: Tensor) -> Tensor:
 def _temperatures(given: Any, logits: Tensor) -> Tensor:
     """[N] fp32 on the logits' device, one for each row."""
     shape = logits.shape[:-1]
-    found = torch.as_tensor(given, dtype=torch.float32, device=logits.device).detach()
+    found = torch.as_tensor(given, dtype=torch.float64, device=logits.device).detach()
     try:
         found = found.expand(shape).reshape(-1).contiguous()
     except RuntimeError:
         raise refuse("temperature", given, f"numbers that broadcast to {list(shape)}") from None
-    if not ((found == 0) | ((found >= 1e-6) & found.isfinite())).all():
-        raise refuse("temperature", given, "0 (greedy) or finite numbers of at least 1e-6")
-    return found
+    if not ((found == 0) | ((found >= COLDEST) & (found <= HOTTEST))).all():
+        raise refuse("temperature", given, TEMPERATURES)
+    return found.float()
 
 
 @dataclass
