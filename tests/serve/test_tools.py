@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.support.serving import MESSAGES, MODEL, running, storyteller
+from tests.support.serving import MESSAGES, MODEL, running
+from tests.support.tokenizers import tokenizer_of
+from tinyspec import Engine, EngineConfig, SamplingParams, StreamEvent
 from tinyspec.serve.tools import HERMES, LLAMA, ToolText
+from tinyspec.tools.demo import BUNDLED
 
 START = "{% for message in messages %}{{ message['role'] }}: "
 CONTENT = "{{ message['content'] }}{% for call in message.tool_calls %}{{ call.function.name }}"
@@ -33,12 +37,21 @@ CLOCK = tool("get_time", zone={"enum": ["UTC", "CET"]})
 ASKED = {"model": MODEL, "messages": MESSAGES, "tools": [WEATHER, CLOCK], "seed": 2}
 
 
-@pytest.fixture(scope="module", params=list(TEMPLATES))
+# With markup that is spelled, and with tokens for it.
+SERVERS = {"hermes": None, "llama": None, "hermes, Qwen's": "markup", "llama, Qwen's": "markup"}
+SERVERS |= {"hermes, special": "special markup", "hermes, Llama-2's": "pieces"}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request):
-    with storyteller(num_pages=64) as engine:
-        engine.tokenizer.chat_template = TEMPLATES[request.param]
-        with running(engine, deterministic=True) as found:
-            yield found
+    kind = SERVERS[request.param]
+    tokenizer = tokenizer_of(kind) if kind else AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.chat_template = TEMPLATES[request.param.partition(",")[0]]
+    model = LlamaForCausalLM.from_pretrained(BUNDLED)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    engine = Engine(model, tokenizer, EngineConfig(num_pages=64))
+    with engine, running(engine, deterministic=True) as found:
+        yield found
 
 
 @pytest.fixture
@@ -145,3 +158,51 @@ def test_pieces(data):
         assert whole[0] == text
     elif form is LLAMA:
         assert whole[0] == (text.removesuffix(chosen[0] + behind) + behind).rstrip()
+
+
+def told(tokenizer, form, tokens, cuts):
+    """What is told of ``tokens`` that come in the pieces between ``cuts``."""
+    params = SamplingParams(stop_strings=["STOP", "e></t"], include_stop_str=False)
+    text, content, calls = ToolText(form.of(tokenizer), NAMES, tokenizer, params), "", []
+    for a, b in pairwise([0, *cuts, len(tokens)]):
+        last = b == len(tokens)
+        piece = tokenizer.decode(tokens[a:b], skip_special_tokens=True)
+        event = StreamEvent("r", 0, token_ids=tokens[a:b], text=piece)
+        event.finish_reason = "stop" if last else None
+        more, found = text.told(event)
+        content, calls = content + more, calls + found
+    return content, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("kind", ["markup", "special markup"])
+def test_markup_by_its_tokens(kind):
+    """Calls stand between the tokens, in a text that need not show them; what is spelled, and what
+    is no call, is text; strings that end it are no part."""
+    tokenizer, call = tokenizer_of(kind), '{"name": "f", "arguments": {"a": "%s"}}'
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    begin, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    shown = "<tool_call>" if kind == "markup" else ""
+    spelled = tokenizer_of("markup").backend_tokenizer.model.tokenize  # of no added token
+    some = [
+        n for part in ("<", "tool", "_", "call", ">") for n in map(lambda t: t.id, spelled(part))
+    ]
+    cases = {
+        ("Look: \n", begin, f"\n{call % 'b'}\n", end, "\n"): ("Look:", [("f", '{"a": "b"}')]),
+        ("a", begin, call % "</b>", end, begin, call % "c", end): (
+            "a",
+            [("f", '{"a": "</b>"}'), ("f", '{"a": "c"}')],
+        ),
+        ("a ", begin, "\nb"): (f"a {shown}\nb", []),
+        (*some, call % "b"): (f"<tool_call>{call % 'b'}", []),
+        ("a", begin, call % "b", begin, end): None,
+        ("a", begin, call % "b", end, " STOP"): ("a", [("f", '{"a": "b"}')]),
+    }
+    for parts, expected in cases.items():
+        tokens = [n for part in parts for n in (ids(part) if isinstance(part, str) else [part])]
+        whole = told(tokenizer, HERMES, tokens, [])
+        assert expected is None or whole == expected, parts
+        for cut in range(1, len(tokens)):
+            assert told(tokenizer, HERMES, tokens, [cut]) == whole

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -194,6 +194,7 @@ class Server:
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
         params = body.params(**given)
         prompts = await self.token_ids(body)
+        split = partial(split, params=params)
         about = (body, prompts, self.tokenizer, self.fingerprint, split, seed, began)
         reply = REPLIES[type(body)](*about)
         if params.prompt_logprobs and params.top_logprobs:

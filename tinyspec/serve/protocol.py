@@ -25,13 +25,12 @@ from pydantic import (
 
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.serve.schemas import laid_out
 
 T = TypeVar("T")
 # Completions that one request may ask for, of all its prompts.
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
-# JSON as models learn it. A model that may write any white space may write no end of it.
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 # Of millions of bad elements the first is told: to gather them all takes a minute and gigabytes.
@@ -67,8 +66,7 @@ def schema_of(given: Any) -> dict[str, Any] | None:
     """What a response_format wants the text to fit; None where it may be any."""
     if given["type"] == "text":
         return None
-    schema = given.get("json_schema", given).get("schema", {"type": "object"})
-    return {"x-guidance": LAYOUT, **schema}
+    return laid_out(given.get("json_schema", given).get("schema", {"type": "object"}))
 
 
 ResponseFormat = Annotated[

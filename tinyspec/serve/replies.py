@@ -204,7 +204,7 @@ class ChatReply(Reply):
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         choice, own = self.note(event)
-        content, calls = choice.text.push(event.text or "", event.finish_reason is not None)
+        content, calls = choice.text.told(event)
         message: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
         if content or not choice.begun:
             message["content"] = content or (None if calls else "")

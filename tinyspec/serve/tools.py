@@ -1,7 +1,8 @@
 """Calls of functions in generated text, in the format of the model's own chat template.
 
 Hermes and Qwen write ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, Llama an object
-with name and parameters behind its text. What is no call of a given function stays text.
+with name and parameters behind its text. What is no call of a given function stays text. Markup
+that is a token of its own is told by that token: spelled out it is text, and text may not show it.
 """
 
 from __future__ import annotations
@@ -9,56 +10,78 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tinyspec.engine.results import TextStream
 from tinyspec.errors import refuse
-from tinyspec.serve.protocol import LAYOUT
+from tinyspec.outputs import StreamEvent
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.serve.schemas import laid_out
 
 DECODER = json.JSONDecoder()
+# Stand in a text for tokens that begin and end a call; no text has these.
+BEGIN, END = "\ud800", "\ud801"
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """before, behind: what a call's object stands between, but for white space. arguments: what
-    they are called."""
+    they are called. tokens: those of the markup, with what stands in a text for them."""
 
     before: str
     behind: str
     arguments: str
+    tokens: dict[int, str] = field(default_factory=dict)
+
+    def of(self, tokenizer: Any) -> ToolFormat:
+        """With the tokens of a tokenizer."""
+        known = getattr(tokenizer, "added_tokens_encoder", {})
+        marks = {self.before.strip(): BEGIN, self.behind.strip(): END}
+        return replace(self, tokens={known[m]: mark for m, mark in marks.items() if m in known})
 
     @property
     def begin(self) -> str:
         """Of a call."""
-        return self.before.strip() or "{"
+        return BEGIN if BEGIN in self.tokens.values() else self.before.strip() or "{"
+
+    @property
+    def end(self) -> str:
+        """Of a call, behind its object."""
+        return END if END in self.tokens.values() else self.behind.strip()
 
     def constraint(self, functions: list[Any]) -> dict[str, Any]:
         """The SamplingParams that force a call of one of ``functions``."""
         calls = []
         for function in functions:
-            schema = {"x-guidance": LAYOUT, **(function.get("parameters") or {"type": "object"})}
+            schema = laid_out(function.get("parameters") or {"type": "object"})
             begin = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
             calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
-        call = f"{json.dumps(self.before)} call {json.dumps(self.behind)}"
-        return {"grammar": f"start: {call}\ncall: {' | '.join(calls)}"}
+        ids = {mark: f"<[{token}]>" for token, mark in self.tokens.items()}
+        before, behind = json.dumps(self.before), json.dumps(self.behind)
+        if BEGIN in ids:
+            before = f"{ids[BEGIN]} {json.dumps(self.before[len(self.before.strip()) :])}"
+        if END in ids:
+            behind = f"{json.dumps(self.behind[: -len(self.behind.strip())])} {ids[END]}"
+        return {"grammar": f"start: {before} call {behind}\ncall: {' | '.join(calls)}"}
 
     def call(self, text: str, names: set[str]) -> tuple[dict[str, Any] | None, str]:
         """The call that ``text`` begins with, as OpenAI has it, and what is behind it; None if it
         is none, and where one may follow."""
-        inner = text.removeprefix(self.before.strip()).lstrip()
+        inner = text.removeprefix(self.begin if self.before else "").lstrip()
         try:
             found, end = DECODER.raw_decode(inner)
         except (ValueError, RecursionError):
             return None, text[len(self.begin) :]
-        rest, behind = inner[end:], self.behind.strip()
-        closed = rest.lstrip() if behind else rest
+        rest = inner[end:]
+        closed = rest.lstrip() if self.end else rest
         match found:
             case {"name": str(name), self.arguments: dict(arguments)} if len(found) == 2:
-                if name in names and closed.startswith(behind):
+                if name in names and closed.startswith(self.end):
                     called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                     about = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                    return {**about, "function": called}, closed.removeprefix(behind)
+                    return {**about, "function": called}, closed.removeprefix(self.end)
         return None, rest
 
 
@@ -74,11 +97,12 @@ def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[[], ToolText], dic
     if choice == "none" or (choice == "auto" and not functions):
         return ToolText, {}
     template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
-    named = {HERMES.begin: HERMES, '"parameters": ': LLAMA}
+    named = {HERMES.before.strip(): HERMES, '"parameters": ': LLAMA}
     found = next((form for marker, form in named.items() if marker in template), None)
     if found is None or "tools" not in template:
         raise refuse("tools", "...", "none: the chat template has no calls of Hermes or Llama")
-    split = partial(ToolText, found, {function["name"] for function in functions})
+    found, names = found.of(tokenizer), {function["name"] for function in functions}
+    split = partial(ToolText, found, names, tokenizer)
     if choice == "auto":
         if any(function.get("strict") for function in functions) or not body.parallel_tool_calls:
             allowed = "a tool_choice that forces a call, with strict or parallel_tool_calls=false"
@@ -96,11 +120,41 @@ def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[[], ToolText], dic
 @dataclass
 class ToolText:
     """Splits a growing text into content and calls of the functions ``names``: from where a call
-    may begin it is held back to its end. Without a ``format`` all is content."""
+    may begin it is held back to its end. Without a ``format`` all is content. params: of the
+    request, whose stop strings are no part of it."""
 
     format: ToolFormat | None = None
     names: set[str] = field(default_factory=set)
+    tokenizer: Any = None
+    params: SamplingParams | None = None
     _held: str = ""
+
+    def __post_init__(self) -> None:
+        self._stream = TextStream(self.tokenizer, self.params)
+
+    def told(self, event: StreamEvent) -> tuple[str, list[dict[str, Any]]]:
+        """Content and calls that are known with an event."""
+        last, text, plain = event.finish_reason is not None, "", list[int]()
+        if self.format is None or not self.format.tokens:
+            return self.push(event.text or "", last)
+        for token in event.token_ids:
+            if mark := self.format.tokens.get(token):
+                text += (self._stream.push(plain, last=True) or "") + mark
+                self._stream.push([token], last=True)  # stop strings may reach over it
+                plain = []
+            else:
+                plain.append(token)
+        content, calls = self.push(text + (self._stream.push(plain, last) or ""), last)
+        for call in calls:
+            call["function"]["arguments"] = self._shown(call["function"]["arguments"])
+        return self._shown(content), calls
+
+    def _shown(self, text: str) -> str:
+        """With tokens that are no markup of a call as a text has them."""
+        assert self.format is not None
+        for token, mark in self.format.tokens.items():
+            text = text.replace(mark, self.tokenizer.decode([token], skip_special_tokens=True))
+        return text
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Content and calls that are known with ``text``."""

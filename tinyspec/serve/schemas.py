@@ -1,0 +1,65 @@
+"""JSON schemas of requests: how the text is laid out, and which patterns one may have.
+
+A pattern is read by automata that grow with what is repeated within repetitions, for minutes and
+gigabytes; everybody's passes wait for them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tinyspec.errors import refuse
+
+# JSON as models learn it. A model that may write any white space may write no end of it.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Characters of a pattern, and the product of counts that stand within each other.
+LONGEST_PATTERN, MOST_REPEATED = 1000, 1000
+# An escape, a class, a count, or one character.
+PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", re.DOTALL)
+
+
+def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of a request as the engine takes it. Raises ValueError."""
+    left: list[Any] = [schema]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            named = found.get("patternProperties")
+            for pattern in (found.get("pattern"), *(named if isinstance(named, dict) else ())):
+                if isinstance(pattern, str):
+                    check_pattern(pattern)
+            left += found.values()
+        elif isinstance(found, list):
+            left += found
+    return {"x-guidance": LAYOUT, **schema}
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises ValueError for one that a server does not take."""
+    if len(pattern) > LONGEST_PATTERN:
+        allowed = f"at most {LONGEST_PATTERN} characters"
+        raise refuse("pattern", f"{len(pattern)} characters", allowed)
+    if (most := repeated(pattern)) > MOST_REPEATED:
+        allowed = f"counts within counts of at most {MOST_REPEATED} together, and these are {most}"
+        raise refuse("pattern", pattern, allowed)
+
+
+def repeated(pattern: str) -> int:
+    """The largest product of counts that stand within each other: of ``(a{2,3}b){4}`` 12; 0 where
+    none do."""
+    most, groups, last = 0, [1], 1
+    for part in PARTS.findall(pattern):
+        if part == "(":
+            groups.append(1)
+            last = 1
+        elif part == ")":
+            last = groups.pop() if groups[1:] else 1
+        elif part[0] == "{" and part[1:]:
+            count = max(map(int, re.findall(r"\d+", part)))
+            most = max(most, last * count if last > 1 else 0)
+            last *= max(count, 1)
+        else:
+            last = 1
+        groups[-1] = max(groups[-1], last)
+    return most
