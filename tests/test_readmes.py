@@ -21,6 +21,7 @@ import tinyspec
 from tests.support.serving import running, storyteller
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.cli.main import _parser, main
+from tinyspec.model.torch_settings import NEWEST_TORCH
 from tinyspec.tools.demo import BUNDLED
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +98,13 @@ def test_environments_in_the_clone_are_not_read(tmp_path):
     assert readmes_of(tmp_path) == ["README.md", "env/lib/library/README.md", own[1]], "control"
     (tmp_path / "env/pyvenv.cfg").touch()
     assert readmes_of(tmp_path) == own
+
+
+def test_versions_of_torch():
+    """From the lower bound, beside which there is none, to the newest tested."""
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    newest = ".".join(map(str, NEWEST_TORCH))
+    assert f"torch {oldest} to {newest}," in (ROOT / "README.md").read_text()
 
 
 @pytest.fixture
