@@ -120,9 +120,8 @@ def _of_gpus() -> Settings:
     tf32 = _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32
     fp16 = _C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation
     # Since torch 2.14.
-    grouped = [
-        getattr(_C, f"_{verb}_cublaslt_prefer_grouped_gemm", None) for verb in ("get", "set")
-    ]
+    prefer = "cublaslt_prefer_grouped_gemm"
+    grouped: Any = [getattr(_C, f"_{verb}_{prefer}", None) for verb in ("get", "set")]
     carveout = _C._get_sm_carveout_experimental, _C._set_sm_carveout_experimental
     return (
         _twofold("matmul", *matmul, "highest", "cuda matmul", "mkldnn matmul"),
@@ -132,7 +131,7 @@ def _of_gpus() -> Settings:
         Setting("fp16 accumulation", *fp16, False),
         # Of the multiprocessors, how many products of cuBLASLt leave free.
         Setting("multiprocessors", *carveout, None),
-        *([Setting("grouped products", *grouped, False)] if all(grouped) else []),
+        *([Setting("grouped products", grouped[0], grouped[1], False)] if all(grouped) else []),
         Setting("cudnn benchmark", _C._get_cudnn_benchmark, _C._set_cudnn_benchmark, False),
     )
 
