@@ -21,14 +21,24 @@ import tinyspec
 from tests.support.serving import running, storyteller
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.cli.main import _parser, main
+from tinyspec.model.torch_settings import NEWEST_TORCH
 from tinyspec.tools.demo import BUNDLED
 
 ROOT = Path(__file__).parents[1]
-READMES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in ROOT.rglob("README.md")
-    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-)
+
+
+def readmes_of(root: Path) -> list[str]:
+    """Those of the project: none in hidden folders and in virtual environments that lie in it."""
+    environments = {found.parent for found in root.rglob("pyvenv.cfg")}
+    return sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("README.md")
+        if not environments.intersection(path.parents)
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    )
+
+
+READMES = readmes_of(ROOT)
 # The rule for names: what stands for a model, on a hub or in a folder, is the bundled one.
 MODEL = re.compile(r"\b(?:[A-Z][\w.-]*/[\w.-]+|FOLDER_OR_HUB_NAME|(?<=--model )NAME)")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -77,6 +87,24 @@ SHELL = [s for s in ALL if s.language == "bash"]
 ELSEWHERE = ("pip", "pytest", "python", "bash", "for", "curl", "nohup", "kill")
 # Where snippets ask a server, which then is there.
 URL = "http://127.0.0.1:8000"
+
+
+def test_environments_in_the_clone_are_not_read(tmp_path):
+    folders = ("", "wing/", ".hidden/", "env/lib/library/")
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "README.md").touch()
+    own = ["README.md", "wing/README.md"]
+    assert readmes_of(tmp_path) == ["README.md", "env/lib/library/README.md", own[1]], "control"
+    (tmp_path / "env/pyvenv.cfg").touch()
+    assert readmes_of(tmp_path) == own
+
+
+def test_versions_of_torch():
+    """From the lower bound, beside which there is none, to the newest tested."""
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    newest = ".".join(map(str, NEWEST_TORCH))
+    assert f"torch {oldest} to {newest}," in (ROOT / "README.md").read_text()
 
 
 @pytest.fixture

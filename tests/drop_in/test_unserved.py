@@ -4,9 +4,11 @@ tinyspec has it is refused by name. And every field of GenerationConfig is one o
 import copy
 import logging
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -140,6 +142,33 @@ def test_returned_dicts_have_no_cache(caplog):
         lines.append(caplog.text.count(f"{CACHE} of returned dicts is None"))
     assert lines == [0, 1, 1]
     assert own.generate(**BATCH, **BASE, **DICT).past_key_values is not None, "control"
+
+
+@pytest.mark.parametrize("place", ["argument", "config", "default"])
+@pytest.mark.parametrize("kind", ["offloaded", "quantized"])
+def test_a_cache_that_cannot_be_made_here(monkeypatch, place, kind):
+    """As by a torch for GPUs where there is none, and without a library for packed caches: refused
+    before transformers makes it."""
+    broken = Mock(side_effect=RuntimeError("no device"))
+    monkeypatch.setattr(torch, "Stream", broken)
+    monkeypatch.setattr(transformers.generation.utils, "QuantizedCache", broken)
+    own, name = copy.deepcopy(pair()[1]), "cache_implementation"
+    asked = {**BATCH, **BASE, "deterministic": True}
+    if place == "argument":
+        asked[name] = kind
+    elif place == "config":
+        asked["generation_config"] = GenerationConfig(cache_implementation=kind)
+    else:
+        own.generation_config.cache_implementation = kind
+    with patched(own) as model:
+        with pytest.raises(NotImplementedError, match=f"{name}='{kind}'"):
+            model.generate(**asked)
+        assert not broken.called
+        with pytest.raises(RuntimeError, match="no device"):  # transformers' own
+            model.generate(**asked | {"deterministic": None})
+        if place != "argument":  # None unsets it
+            model.generate(**asked, cache_implementation=None)
+    assert broken.called, "control"
 
 
 def test_token_healing():

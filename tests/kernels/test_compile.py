@@ -345,7 +345,7 @@ def records_of(calls: Iterator[Call], target: Any) -> list[dict]:
 
 
 def inspect_ptx(asm: dict) -> dict:
-    """Registers and local memory by cuobjdump, and what the PTX says."""
+    """Registers and local memory by cuobjdump, and what the PTX says. walk: 0 without wgmma."""
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -354,10 +354,11 @@ def inspect_ptx(asm: dict) -> dict:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        command[1] = "--dump-sass"
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    spilled = int(used["STACK"]) + int(used["LOCAL"])
+        used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        spilled, sass = int(used["STACK"]) + int(used["LOCAL"]), ""
+        if spilled or "wgmma" in asm["ptx"]:  # it takes as long as compiling
+            command[1] = "--dump-sass"
+            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "registers": int(used["REG"]),
         "spilled": spilled,

@@ -102,6 +102,9 @@ if isinstance(C._get_cublas_allow_fp16_reduced_precision_reduction(), tuple):  #
             [False, True] * 2,
         )
     )
+if hasattr(C, "_get_cublaslt_prefer_grouped_gemm"):  # since torch 2.14
+    grouped = "prefer_cublaslt_grouped_gemm"
+    OTHERS.append((lambda: getattr(BLAS, grouped), lambda: setattr(BLAS, grouped, True), False))
 
 
 @pytest.mark.parametrize("get, change, expected", OTHERS)

@@ -1,5 +1,6 @@
 """What a caller may set in torch: passes have one state, and the caller's settings come back."""
 
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -114,6 +115,10 @@ PINNED: dict[str, Any] = {
     "OpenMP dynamic": (openmp.is_dynamic, openmp.set_dynamic, True),
     "transform": inside_of_grad,
 }
+if platform.machine() in ("aarch64", "arm64"):  # others refuse to set it
+    half = "cpu_allow_fp16_reduced_precision_reduction"
+    get_half, set_half = getattr(C, f"_get_{half}"), getattr(C, f"_set_{half}")
+    PINNED["fp16 reduction"] = (get_half, set_half, True)
 HARMLESS: dict[str, Any] = {
     "anomaly mode": (torch.is_anomaly_enabled, C.set_anomaly_enabled, True),
     "attention kernels": lambda: sdpa_kernel(SDPBackend.MATH),

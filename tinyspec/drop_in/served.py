@@ -84,8 +84,6 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         yield "an attention_mask of more than two dimensions"
     if len(prompts) != 1:
         yield " beside ".join(prompts) or "no prompt (input_ids)"
-    if arguments.get("cache_implementation") == "paged":
-        yield "cache_implementation='paged'"
     if arguments.get("synced_gpus"):
         yield "synced_gpus=True"
     processors = arguments.get("logits_processor")

@@ -7,6 +7,7 @@ neither models nor passes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -17,7 +18,11 @@ import torch
 
 from tinyspec.model import openmp
 
+logger = logging.getLogger("tinyspec")
 _C: Any = torch._C
+# The newest that was tested. A later one may have settings that are not in the reviewed list of
+# ``tests/model/test_torch_setters.py``.
+NEWEST_TORCH = (2, 14)
 
 
 class Setting(NamedTuple):
@@ -70,32 +75,41 @@ def _twofold(
     return Setting(name, read, write, (off, *(setting.value for setting in newer)))
 
 
-def _reduction(kind: str) -> Setting:
-    """No sums in the 16-bit type ``kind``; since torch 2.13 with another flag, for split-K."""
-    get = getattr(_C, f"_get_cublas_allow_{kind}_reduced_precision_reduction")
-    whole = getattr(_C, f"_set_cublas_allow_{kind}_reduced_precision_reduction")
+def _reduction(library: str, kind: str) -> Setting:
+    """No sums in the 16-bit type ``kind``; cuBLAS's with another flag since torch 2.13, for
+    split-K."""
+    get = getattr(_C, f"_get_{library}_allow_{kind}_reduced_precision_reduction")
+    whole = getattr(_C, f"_set_{library}_allow_{kind}_reduced_precision_reduction")
 
     def put(value: bool | tuple[bool, bool]) -> None:
         whole(*value) if isinstance(value, tuple) else whole(value)
 
     value = (False, True) if isinstance(get(), tuple) else False
-    return Setting(f"{kind} reduction", get, put, value)
+    return Setting(f"{library} {kind} reduction", get, put, value)
 
 
 @cache
 def _of_process() -> Settings:
     """Settings that all threads share, of every kind of device that is here."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST_TORCH:
+        line = "torch %s is newer than %d.%d, the newest tested: what it adds is not pinned"
+        logger.warning(line, torch.__version__, *NEWEST_TORCH)
     deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
     algorithms = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     einsum: Any = torch.backends.opt_einsum
+
+    def put(value: bool) -> None:  # one that was set as an attribute hides the module's own
+        vars(einsum if "enabled" in vars(einsum) else einsum.m)["enabled"] = value
+
     gpu = torch.cuda.is_available()
     return (
         Setting("dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
         Setting("deterministic algorithms", *algorithms, 0),
-        Setting("einsum", einsum._get_enabled, einsum._set_enabled, False),
+        Setting("einsum", lambda: einsum.enabled, put, False),
         _precision("mkldnn", "conv"),
         Setting("mkldnn", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),
         Setting("mkldnn deterministic", *deterministic, False),
+        _reduction("cpu", "fp16"),  # where its instructions can (ARM)
         *(_of_gpus() if gpu else (_precision("mkldnn", "matmul"),)),
     )
 
@@ -105,15 +119,19 @@ def _of_gpus() -> Settings:
     matmul = _C._get_float32_matmul_precision, _C._set_float32_matmul_precision
     tf32 = _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32
     fp16 = _C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation
+    # Since torch 2.14.
+    prefer = "cublaslt_prefer_grouped_gemm"
+    grouped: Any = [getattr(_C, f"_{verb}_{prefer}", None) for verb in ("get", "set")]
     carveout = _C._get_sm_carveout_experimental, _C._set_sm_carveout_experimental
     return (
         _twofold("matmul", *matmul, "highest", "cuda matmul", "mkldnn matmul"),
         _twofold("cudnn", *tf32, False, "cuda conv", "cuda rnn"),
-        _reduction("bf16"),
-        _reduction("fp16"),
+        _reduction("cublas", "bf16"),
+        _reduction("cublas", "fp16"),
         Setting("fp16 accumulation", *fp16, False),
         # Of the multiprocessors, how many products of cuBLASLt leave free.
         Setting("multiprocessors", *carveout, None),
+        *([Setting("grouped products", grouped[0], grouped[1], False)] if all(grouped) else []),
         Setting("cudnn benchmark", _C._get_cudnn_benchmark, _C._set_cudnn_benchmark, False),
     )
 
