@@ -44,5 +44,5 @@ def test_refused(served, pattern):
         assert served.post(path, **{**body, **small}).status_code == 200
     served.settled()
     tool = {"name": "f", "parameters": {"type": "object", "patternProperties": {pattern: {}}}}
-    with pytest.raises(ValueError, match="pattern.*at most"):
+    with pytest.raises(ValueError, match=r"pattern.*at most"):
         HERMES.constraint([tool])
