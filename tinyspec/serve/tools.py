@@ -89,9 +89,9 @@ HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
 LLAMA = ToolFormat("", "", "parameters")
 
 
-def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[[], ToolText], dict[str, Any]]:
-    """What splits the text of each completion of a request, and the SamplingParams that force a
-    call. Raises ValueError."""
+def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[..., ToolText], dict[str, Any]]:
+    """What splits the text of each completion of a request, given its ``params``, and those that
+    force a call. Raises ValueError."""
     functions = [tool["function"] for tool in getattr(body, "tools", ())]
     choice: Any = getattr(body, "tool_choice", "none")
     if choice == "none" or (choice == "auto" and not functions):
