@@ -4,19 +4,22 @@ drafted, whoever else asks, and however little of it llguidance still holds."""
 import importlib
 import json
 import random
-import re
 from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
+from transformers import LlamaForCausalLM
 
 from tests.support.at_random import check_at_random
+from tests.support.forms import ANY_FORM, has_form
+from tests.support.mixes import Liar
 from tests.support.tokenizers import KINDS, byte_level, tokenizer_of
-from tinyspec import SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.engine import grammars
 from tinyspec.engine.grammars import Grammars
+from tinyspec.tools.demo import BUNDLED
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -218,53 +221,87 @@ def test_a_tokenizer_that_changes():
     assert parts[0]["max_lexer_states"] == grammars.MOST_STATES
 
 
-WORDS = st.text("abe .", max_size=3).map(re.escape)
-COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 20)).map(lambda n: f"{{{n[0]},{sum(n)}}}")
-
-
-def _larger(inner):
-    repeated = st.tuples(inner, COUNTS).map(lambda x: f"({x[0]}){x[1]}")
-    several = st.lists(inner, min_size=2, max_size=3)
-    return repeated | several.map("".join) | several.map(lambda x: f"({'|'.join(x)})")
-
-
-PATTERNS = st.recursive(
-    WORDS | st.sampled_from([".", "[a-e]", "[^b]", r"[a-e\s]"]), _larger, max_leaves=8
-)
-
-
 def text_of(tokenizer, tokens):
     """With the space that some decoders strip at the beginning."""
     return tokenizer.decode([*tokenizer.convert_tokens_to_ids(["a"]), *tokens])[1:]
 
 
 @pytest.mark.slow("random use", 20.0, cases=20)
-def test_any_pattern(case_seed):
-    """As a pattern, in a schema and in a grammar; many of them give up. Texts that end match."""
+def test_any_form(case_seed):
+    """Many of them give up. Texts that end have it."""
     ended = Counter()
 
-    def check(pattern):
-        rng = random.Random(pattern)
-        lark = "start: X\nX: /" + pattern + "/"
-        schema = {"type": "string", "pattern": f"^({pattern})$"}
-        for field, value in {"regex": pattern, "json_schema": schema, "grammar": lark}.items():
-            kind, states = rng.choice([*KINDS]), rng.choice([60, 300, 2000, 250_000])
-            tokenizer = tokenizer_of(kind)
-            with pytest.MonkeyPatch.context() as patches:
-                patches.setattr(grammars, "MOST_STATES", states)
-                try:
-                    grammar = Grammars(tokenizer).of(params_of({field: value}, tokenizer))
-                except ValueError:  # it is too large, or empty
-                    ended["refused"] += 1
-                    continue
-                assert differences({field: value}, kind, case_seed) == 0
-                tokens, found = walk(grammar, tokenizer, rng)
-            gave_up = isinstance(found[-1], str)
-            ended["gave up" if gave_up else "went on"] += 1
-            if not gave_up and tokenizer.eos_token_id in found[-1]:
-                text = text_of(tokenizer, tokens)
-                text = json.loads(text) if field == "json_schema" else text
-                assert re.fullmatch(pattern, text), (field, kind, pattern, text)
+    def check(form):
+        rng = random.Random(str(form))
+        kind, states = rng.choice([*KINDS]), rng.choice([60, 300, 2000, 250_000])
+        tokenizer = tokenizer_of(kind)
+        given = {name: value for name, value in form.items() if name != "pair"}
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(grammars, "MOST_STATES", states)
+            try:
+                grammar = Grammars(tokenizer).of(params_of(given, tokenizer))
+            except ValueError:  # it is too large, or no text has it
+                ended["refused"] += 1
+                return
+            assert differences(given, kind, case_seed) == 0
+            tokens, found = walk(grammar, tokenizer, rng)
+        gave_up = isinstance(found[-1], str)
+        ended["gave up" if gave_up else "went on"] += 1
+        if not gave_up and tokenizer.eos_token_id in found[-1]:
+            assert has_form(text_of(tokenizer, tokens), form), (kind, form, tokens)
 
-    check_at_random(check, case_seed, 10, pattern=PATTERNS)
-    assert ended["went on"] > 5
+    check_at_random(check, case_seed, 10, form=ANY_FORM)
+    assert ended["went on"] > 1
+
+
+WAYS = [
+    {"verify": "always", "draft_window": 16},
+    {"verify": "always", "draft_window": 3, "prefix_cache": False},
+    {"drafter": "ngram"},
+    {"verify": "always", "drafter": Liar(1), "draft_window": 7},
+]
+
+
+@pytest.mark.slow("random use", 20.0, cases=20)
+def test_any_form_in_any_crowd(case_seed):
+    """Alone and padded, and among all others by another way, in another order, after others."""
+
+    def check(forms):
+        rng = random.Random(str(forms))
+        tokenizer, ended = tokenizer_of(rng.choice([*KINDS])), []
+        style = {"max_new_tokens": 50, "logprobs": True, "temperature": 1.5}
+        asked = []
+        for form in forms:
+            given = {name: value for name, value in form.items() if name != "pair"}
+            asked += [(form, params_of(given, tokenizer, seed=n, **style)) for n in range(2)]
+
+        def run(settings, crowds):
+            config = EngineConfig(reference_rows=16, max_rows=64, **settings)
+            found = {}
+            with Engine(LlamaForCausalLM.from_pretrained(BUNDLED), tokenizer, config) as engine:
+                for crowd in crowds:
+                    try:
+                        outputs = engine.generate([[5, 6, 7]] * len(crowd), [p for _, p in crowd])
+                    except ValueError:  # of one that is refused
+                        assert len(crowd) == 1
+                        continue
+                    for (form, params), output in zip(crowd, outputs, strict=True):
+                        (one,) = output.completions
+                        said = one.token_ids, one.logprobs, one.finish_reason, one.error
+                        assert found.setdefault((str(form), params.seed), said) == said
+                        ended.append((form, one))
+            return found
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(grammars, "MOST_STATES", rng.choice([60, 300, 250_000]))
+            alone = run({"verify": "padded"}, [[each] for each in asked])
+            crowd = [each for each in asked if (str(each[0]), each[1].seed) in alone]
+            again = rng.sample(crowd, len(crowd))
+            assert not crowd or run(rng.choice(WAYS), [crowd, again, again[:1]]) == alone
+        for form, one in ended:
+            if one.finish_reason == "stop":
+                assert has_form(text_of(tokenizer, one.token_ids[:-1]), form)
+
+    check_at_random(
+        check, case_seed, 2, forms=st.lists(ANY_FORM, min_size=5, max_size=5, unique_by=str)
+    )

@@ -1,8 +1,16 @@
-"""Patterns in schemas: those are refused, by name, that a mask could take seconds for."""
+"""Schemas: one answer whoever else asks; patterns that a mask could take seconds for are refused by
+name."""
 
+import asyncio
+
+import openai
 import pytest
+from hypothesis import strategies as st
 
-from tests.support.serving import CHAT, MESSAGES
+from tests.support.at_random import check_at_random
+from tests.support.forms import SCHEMAS, has_form
+from tests.support.serving import CHAT, MESSAGES, MODEL
+from tinyspec.engine import grammars
 from tinyspec.serve.schemas import repeated
 from tinyspec.serve.tools import HERMES
 
@@ -46,3 +54,45 @@ def test_refused(served, pattern):
     tool = {"name": "f", "parameters": {"type": "object", "patternProperties": {pattern: {}}}}
     with pytest.raises(ValueError, match=r"pattern.*at most"):
         HERMES.constraint([tool])
+
+
+@pytest.mark.slow("random use", 40.0, cases=4)
+def test_one_answer_in_any_crowd(served, case_seed, monkeypatch):
+    """Of 12 requests for three schemas, of which some give up, alone, together and again."""
+
+    async def answers(asked, together):
+        async def answer(client, form, seed):
+            wanted = {"name": "x", "schema": form["json_schema"]}
+            given = {"type": "json_schema", "json_schema": wanted}
+            own = {"deterministic": True, "return_token_ids": True}
+            try:
+                found = await client.chat.completions.create(
+                    model=MODEL,
+                    messages=MESSAGES,
+                    response_format=given,
+                    seed=seed,
+                    max_tokens=60,
+                    extra_body=own,
+                )
+            except openai.BadRequestError as error:
+                return error.code or str(error.body)
+            (choice,) = found.choices
+            assert choice.finish_reason != "stop" or has_form(choice.message.content, form)
+            return choice.token_ids, choice.finish_reason
+
+        async with served.client(openai.AsyncOpenAI) as client:
+            if together:
+                return await asyncio.gather(*(answer(client, *each) for each in asked))
+            return [await answer(client, *each) for each in asked]
+
+    def check(forms):
+        asked = [(form, seed) for form in forms for seed in range(4)]
+        for states in (100, 250_000):
+            monkeypatch.setattr(grammars, "MOST_STATES", states)
+            # What compiled within another total is kept.
+            served.engine._inputs._grammars._compiled.cache_clear()
+            alone = asyncio.run(answers(asked, False))
+            assert asyncio.run(answers(asked, True)) == alone
+            assert asyncio.run(answers(asked[::-1], True)) == alone[::-1]
+
+    check_at_random(check, case_seed, 2, forms=st.lists(SCHEMAS, min_size=3, max_size=3))
