@@ -42,6 +42,10 @@ FORMS = {
     },
     "brackets": {"grammar": 'start: ("(" X ")" | "[" X "]")~3\nX: /[a-e]+/'},
     "most tokens": {"grammar": 'start: x "!"\nx[max_tokens=5]: /[a-zA-Z ]+/'},
+    "forced": {
+        "grammar": r"""start: "a" ("-" B)*
+B: /((([^b]e ){6,15}|\.ab.)){3,9}/"""
+    },
     "lazy": {"grammar": 'start: x "!"\nx[stop="q"]: /[a-zA-Z ]+/'},
 }
 
@@ -167,6 +171,28 @@ def test_controls(monkeypatch):
     assert differences(FORMS["letters"], "markup", 1, OneLexer) > 0
 
 
+class Silent:
+    """In place of what tells that a lexer has given up."""
+
+    def validate_tokens(self, tokens):
+        return len(tokens)
+
+
+def test_a_lexer_that_gives_up_where_text_is_forced(monkeypatch):
+    """llguidance then tells a token that need not follow, and no error."""
+    monkeypatch.setattr(grammars, "MOST_STATES", 60)
+    seeds = (1, 3, 7)
+    assert not any(differences(FORMS["forced"], "markup", seed) for seed in seeds)
+    made = grammars.Reader.__init__
+
+    def unaware(reader, *given):
+        made(reader, *given)
+        reader._unread = Silent()
+
+    monkeypatch.setattr(grammars.Reader, "__init__", unaware)
+    assert any(differences(FORMS["forced"], "markup", seed) for seed in seeds), "control"
+
+
 MARKED = [
     {"const": "</tool_call>"},
     {"const": " a <think> b"},
@@ -201,8 +227,8 @@ def test_control_llguidances_own_spelling():
     with pytest.raises(RuntimeError, match="is allowed and not read"):
         reader = grammars.Reader(matcher, [])
         for _ in range(30):
-            mask = np.unpackbits(np.frombuffer(reader.mask(), np.uint8), bitorder="little")
-            reader.read([*reader.tokens, int(np.flatnonzero(mask)[0])], [])
+            mask = np.unpackbits(np.frombuffer(reader.next()[0], np.uint8), bitorder="little")
+            reader.read([*reader.tokens, int(np.flatnonzero(mask)[0])])
 
 
 def test_a_tokenizer_that_changes():

@@ -10,6 +10,7 @@ logits. llguidance is imported when a request asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import lru_cache, partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
@@ -36,40 +37,50 @@ class Reader:
     """A matcher and the ``tokens`` that it has read. It makes the mask of every place, since what
     masks explore counts, and is never rolled back: the masks that follow may be of another text.
 
-    Raises RuntimeError where llguidance gives up.
+    eos: end tokens, which it does not read. Raises RuntimeError where llguidance gives up.
     """
 
-    def __init__(self, matcher: Any, tokens: list[int], mask: bytes | None = None):
-        self._matcher, self.tokens, self._mask = matcher, tokens, mask
+    def __init__(self, matcher: Any, eos: list[int]):
+        self._matcher, self._eos = matcher, eos
+        self.tokens: list[int] = []
+        self._known: tuple[bytes, bool] | None = None
+        # The lexer reads nothing any more where it has given up, and forced tokens do not tell.
+        self._unread, self._first = matcher.deep_copy(), list[int]()
 
     def copy(self) -> Reader:
         """One that reads on by itself; what it explores counts for both."""
-        return Reader(self._matcher.deep_copy(), [*self.tokens], self._mask)
+        other = copy(self)
+        other._matcher, other.tokens = self._matcher.deep_copy(), [*self.tokens]
+        return other
 
-    def read(self, tokens: list[int], eos: list[int]) -> list[int]:
-        """Read on in ``tokens``, which begin with those read; those that may not follow, as no end
-        token may."""
+    def read(self, tokens: list[int]) -> list[int]:
+        """Read on in ``tokens``, which begin with those read; those from the first that may not
+        follow."""
         for token in tokens[len(self.tokens) :]:
-            mask = self.mask()
-            if token in eos:
+            mask, _ = self.next()
+            if token in self._eos:
                 break
             if not self._sound(self._matcher.try_consume_tokens([token])):
                 if token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1:
                     raise RuntimeError(f"token {token} is allowed and not read")
                 break
             self.tokens.append(token)
-            self._mask = None
+            self._known = None
         return tokens[len(self.tokens) :]
 
-    def mask(self) -> bytes:
-        """A bit for each token: whether it may follow."""
-        if self._mask is None:
-            self._mask = self._sound(self._matcher.compute_bitmask())
-        return self._mask
-
-    def ends(self) -> bool:
-        """Whether the text may end here."""
-        return bool(self._sound(self._matcher.is_accepting()))
+    def next(self) -> tuple[bytes, bool]:
+        """A bit for each token, whether it may follow, and whether the text may end here."""
+        if self._known is None:
+            ends = bool(self._sound(self._matcher.is_accepting()))
+            mask = self._sound(self._matcher.compute_bitmask())
+            if not self.tokens:
+                bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+                bits[self._eos] = 0
+                self._first = np.flatnonzero(bits)[:1].tolist()
+            if self._unread.validate_tokens(self._first) < len(self._first):
+                raise RuntimeError("its lexer reads no more")
+            self._known = mask, ends
+        return self._known
 
     def beginning(self, drafts: list[int]) -> list[int]:
         """Those of ``drafts`` up to the first that may not follow."""
@@ -105,12 +116,12 @@ class Grammar:
         from the first that may not follow."""
         known, own = tokens[:committed], self._readers.pop(self, [])
         if not own or known[: len(own[0].tokens)] != own[0].tokens:
-            own = [Reader(self._matcher(), [])]
-        reader, left = own[0], own[0].read(known, self._eos)
+            own = [Reader(self._matcher(), self._eos)]
+        reader, left = own[0], own[0].read(known)
         if len(tokens) > committed and not left:
             if not own[1:] or tokens[: len(own[1].tokens)] != own[1].tokens:
                 own = [own[0], own[0].copy()]
-            reader, left = own[1], own[1].read(tokens, self._eos)
+            reader, left = own[1], own[1].read(tokens)
         self._readers[self] = own
         while len(self._readers) > KEPT:
             del self._readers[next(iter(self._readers))]
@@ -134,14 +145,14 @@ class Grammar:
         """
 
         def found(reader: Reader, left: list[int]) -> Array:
-            allowed, ends = np.zeros(size, np.bool_), reader.ends()
+            allowed, (mask, ends) = np.zeros(size, np.bool_), reader.next()
             if left:
                 over = ends and set(left) <= {*self._stops}
                 if len(reader.tokens) < committed and not over:
                     raise RuntimeError(f"token {left[0]} was taken and may not follow")
                 allowed[self._stops] = True
                 return allowed
-            bits = np.unpackbits(np.frombuffer(reader.mask(), np.uint8), bitorder="little")[:size]
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
             allowed[: len(bits)] = bits  # a model's further tokens are none of the tokenizer's
             allowed[self._eos] = False
             allowed[self._stops] |= ends
@@ -226,5 +237,5 @@ class Grammars:
         )
         known, _ = self._vocabulary(state, eos)
         matcher = partial(LLMatcher, known, read(text), log_level=0, limits=limits)
-        Reader(matcher(), []).mask()  # where some of what compiles gives up at once
+        Reader(matcher(), [*eos]).next()  # where some of what compiles gives up at once
         return matcher
