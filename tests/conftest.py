@@ -55,6 +55,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     budget.select(config, items)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Right above the closing line."""
+    yield
+    for line in budget.reasons(terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(line)
+
+
 @pytest.fixture
 def late_device(monkeypatch) -> None:
     """Engines of this test overlap, on a device whose results are late."""

@@ -1,4 +1,4 @@
-"""Which tests run by default, and how many of those that last by choice.
+"""Which tests run by default, how many of those that last by choice, and why others do not.
 
 Random use, long runs and crosses of many parameters carry the mark ``slow(family, seconds)``:
 ``seconds`` is what one of them takes on one core. ``pytest -m slow`` runs all of them. With
@@ -154,3 +154,9 @@ def sampled(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]
             spent[family] = spent.get(family, 0.0) + seconds
             kept.add(item)
     return kept
+
+
+def reasons(skipped: Iterable[Any]) -> list[str]:
+    """How many of these reports are of tests skipped for each reason; the most common first."""
+    found = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
+    return [f"{count} skipped: {reason}" for reason, count in found.most_common()]
