@@ -228,7 +228,7 @@ def test_a_vocabulary_as_models_have(dtype, no_results_on_disk):
     config.vocab_size = REORDERED_ELEMENTS // 16
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     requests = [(prompt, greedy(5)) for prompt in prompts(6)]
-    with engine_of(model) as engine:
+    with engine_of(model, max_rows=64) as engine:
         assert one_by_one(engine, requests) == run(engine, requests)
 
 
