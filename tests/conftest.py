@@ -20,13 +20,16 @@ import torch
 import transformers
 
 from tests.support import budget, signals
-from tests.support.interpreter import products_in_order
+from tests.support.interpreter import products_in_order, quick_look_ups
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     products_in_order()
+    quick_look_ups()
 
 transformers.logging.set_verbosity_error()
+# Of canonical passes in tests: prompts are short.
+MOST_ROWS = 256
 # Tiny models are quickest so; tests in which threads matter ask for more.
 torch.set_num_threads(1)
 
@@ -53,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "gpu" in item.keywords:
                 item.add_marker(absent)
     budget.select(config, items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Right above the closing line."""
+    yield
+    for line in budget.reasons(terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture
@@ -94,12 +105,16 @@ def passes_count(_fixed_costs, monkeypatch):
 @pytest.fixture(autouse=True)
 def _everything_known(request, monkeypatch) -> None:
     """What an engine knows is the same in every test: all buckets, before the first deterministic
-    token, but for more rows of attention and more passes of the reference bucket. Others ask for
-    ``proven_on_demand``."""
+    token, but for more rows of attention and more passes of the reference bucket; on a CPU those of
+    up to ``MOST_ROWS`` by default. Others ask for ``whole_ladder`` or ``proven_on_demand``."""
     if "proven_on_demand" not in request.fixturenames:
         from tinyspec.determinism import proof
         from tinyspec.determinism.contract import Contract
+        from tinyspec.scheduler.buckets import LADDER
 
+        if "slow" not in request.keywords and "whole_ladder" not in request.fixturenames:
+            few = tuple(rows for rows in LADDER["cpu"] if rows <= MOST_ROWS)
+            monkeypatch.setitem(LADDER, "cpu", few)
         tokens = proof.token_sets
         monkeypatch.setattr(proof, "ALL_PASSES", proof.FIRST_PASSES)
         monkeypatch.setattr(proof, "token_sets", lambda *given: tokens(*given)[:2])
@@ -129,6 +144,11 @@ def probed(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(contract, "prove_reference", counted)
     return found
+
+
+@pytest.fixture
+def whole_ladder() -> None:
+    """Engines of this test have the row counts that users' have."""
 
 
 @pytest.fixture

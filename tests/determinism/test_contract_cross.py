@@ -143,7 +143,7 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 300)
 
 
 @pytest.mark.parametrize("dtype", first(1, DTYPES, 3))
-def test_chunks(dtype):
+def test_chunks(dtype, whole_ladder):
     """Prompts of every awkward length, in chunks of everything from 16 to 512 rows."""
     requests = [(text(n, seed=n), greedy(5)) for n in LENGTHS]
     found = []
@@ -157,7 +157,7 @@ def test_chunks(dtype):
 
 
 @pytest.mark.parametrize("dtype", first(1, ["bf16", "fp32", "fp16"], 8))
-def test_a_long_prompt(dtype):
+def test_a_long_prompt(dtype, whole_ladder):
     """Alone in large chunks, in small ones twice among others, and in a warm cache."""
     model = model_of("shape-sensitive", dtype, positions=2048)
     request = (text(1696, seed=4), greedy(6, temperature=0.7, seed=1))
@@ -183,7 +183,7 @@ def by_way(model, **settings):
     for way in ("auto", "padded", "always", "direct"):
         with steady(model, verify=way, trace=True, draft_window=6, **settings) as engine:
             try:
-                one = one_by_one(engine, mixed()[:3])
+                one = one_by_one(engine, mixed()[1:2])
             except DeterminismError:
                 continue
             found[way] = [*bits_of(run(engine, mixed())), *one]
@@ -195,7 +195,7 @@ def test_ways(subject):
     """The same settings but for the way: all agree, and each way was really taken."""
     model, alone = subject
     found, taken = by_way(model)
-    assert all(bits_found == [*alone, *alone[:3]] for bits_found in found.values())
+    assert all(bits_found == [*alone, alone[1]] for bits_found in found.values())
     assert taken["padded"]["draft"] == 0 < taken["always"]["draft"]
     if type(model.lm_head) is ShapeSensitiveLinear:
         assert set(found) == {"auto", "padded", "always"}

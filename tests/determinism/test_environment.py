@@ -25,6 +25,7 @@ from tinyspec import (
     doctor,
 )
 from tinyspec.determinism import environment
+from tinyspec.kernels import backend
 from tinyspec.model import openmp
 
 # Two threads: with one, most variables would change nothing.
@@ -205,13 +206,6 @@ def test_a_shortage_of_threads_is_refused(monkeypatch, two_threads):
     assert not report and report.problems == (str(found.value),)
 
 
-def product():
-    """A matrix product in fp32, large enough for oneDNN."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(64, 256, generator=generator) for _ in range(2))
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
 def test_control_canaries_see_what_is_not_pinned(monkeypatch, two_threads):
     """Each of these changes bits of linears, sums or element-wise functions."""
     bits, given = environment._canary_bits.__wrapped__, []
@@ -222,6 +216,12 @@ def test_control_canaries_see_what_is_not_pinned(monkeypatch, two_threads):
         def digest() -> str:
             return bits(*given)
 
+        def products() -> list[torch.Tensor]:
+            linears, heads, dtype, rows, device, name, _ = given
+            kernels = backend.load(name)
+            attention = environment._attention(heads, dtype, device, kernels)
+            return [*environment._linears(linears, rows, device, kernels.linear), *attention]
+
         whole = digest()
         assert digest() == whole
         torch.set_num_threads(1)
@@ -229,16 +229,16 @@ def test_control_canaries_see_what_is_not_pinned(monkeypatch, two_threads):
         torch.set_num_threads(2)
         assert digest() == whole
         matmul = torch.backends.mkldnn.matmul
-        exact = product()
+        exact = products()
         for value in ("bf16", "ieee"):
             matmul.fp32_precision = value
-            # A CPU without bf16 products computes the same whatever is allowed.
-            assert (digest() == whole) is torch.equal(product(), exact)
-        assert torch.equal(product(), exact)
-        assert torch.set_flush_denormal(True)
+            # By CPU it changes all products, those that leave MKL for oneDNN, or none.
+            assert (digest() == whole) is all(map(torch.equal, products(), exact))
+        assert digest() == whole
+        flushes = torch.set_flush_denormal(True)
         flushed = digest()
         torch.set_flush_denormal(False)
-        assert flushed != whole == digest()
+        assert (flushed != whole) is flushes and digest() == whole
 
 
 def test_another_canary_is_another_fingerprint(monkeypatch):

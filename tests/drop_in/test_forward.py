@@ -82,7 +82,8 @@ def ways(model, made):
     yield "many", f.unpadded(model(many, attention_mask=mask).logits, mask)[-len(lengths) :]
 
 
-@pytest.mark.parametrize("mode", first(2, ["plain", "both", "recorded", "training"], 2))
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("mode", ["plain", "both", "recorded", "training"])
 def test_the_bits_of_generation(subject, mode):
     model, made = subject
     model.train(mode in ("both", "training"))

@@ -95,26 +95,24 @@ def test_rolled_back_at_every_offset(subject, page_size, wrong):
     assert {STATE_TILE - 2, STATE_TILE - 1, 0, 1, 2} <= ends
 
 
-def test_control_a_state_that_is_lost(subject):
+@pytest.mark.parametrize("lost", ["state", "kv", "gates", "conv"])
+@pytest.mark.crossed(2)
+def test_control_a_state_that_is_lost(subject, lost):
     """Or rows that are, which have come since."""
     kind, alone = subject
-    for lost in ("state", "kv", "gates", "conv"):
-        with engine_of(model_of(kind), max_rows=16) as engine:
-            kernels, context = engine.runner.kernels, engine.served.context
+    with engine_of(model_of(kind), max_rows=16) as engine:
+        kernels, context = engine.runner.kernels, engine.served.context
 
-            def forgetful(name, *given, lost=lost, kernels=kernels, context=context, **rule):
-                for layer in context.states:
-                    getattr(layer, lost).zero_()
-                return getattr(kernels, name)(*given, **rule)
+        def forgetful(name, *given, **rule):
+            for layer in context.states:
+                getattr(layer, lost).zero_()
+            return getattr(kernels, name)(*given, **rule)
 
-            changed = {
-                "recurrent": lambda *x, f=forgetful, **y: f("recurrent", *x, **y),
-                "short_conv": lambda *x, f=forgetful, **y: f("short_conv", *x, **y),
-            }
-            assert engine.fingerprint  # the proof is not what fails
-            context.kernels = replace(kernels, **changed)
-            found = bits_of(run(engine, REQUESTS[-2:]))
-            assert not any(a == b for a, b in zip(found, alone[-2:], strict=True)), lost
+        changed = {name: partial(forgetful, name) for name in ("recurrent", "short_conv")}
+        assert engine.fingerprint  # the proof is not what fails
+        context.kernels = replace(kernels, **changed)
+        found = bits_of(run(engine, REQUESTS[-2:]))
+    assert not any(a == b for a, b in zip(found, alone[-2:], strict=True))
 
 
 def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):

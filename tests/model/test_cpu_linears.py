@@ -158,8 +158,8 @@ def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype)
         del quick[:]
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
         assert [bits(output) for output in outputs][: len(alone)] == alone
-        engine.generate(prompts(2))
-        engine.generate(prompts(24))
+        for count in (2, 24):
+            engine.generate(prompts(count), SamplingParams(max_new_tokens=9))
         assert quick and all(rows in KINDS[dtype][1] for rows in quick)
 
 
@@ -228,7 +228,7 @@ def test_a_vocabulary_as_models_have(dtype, no_results_on_disk):
     config.vocab_size = REORDERED_ELEMENTS // 16
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     requests = [(prompt, greedy(5)) for prompt in prompts(6)]
-    with engine_of(model) as engine:
+    with engine_of(model, max_rows=64) as engine:
         assert one_by_one(engine, requests) == run(engine, requests)
 
 

@@ -8,7 +8,7 @@ from tinyspec import EngineConfig
 from tinyspec.scheduler.buckets import LADDER, MOST_DRAFTS, STALE, Buckets, ladder, row_counts
 
 
-def test_the_ladder():
+def test_the_ladder(whole_ladder):
     def of(device, **settings):
         return ladder(
             EngineConfig(**settings).resolve(device_type=device, model_positions=99), device

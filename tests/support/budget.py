@@ -1,4 +1,4 @@
-"""Which tests run by default, and how many of those that last by choice.
+"""Which tests run by default, how many of those that last by choice, and why others do not.
 
 Random use, long runs and crosses of many parameters carry the mark ``slow(family, seconds)``:
 ``seconds`` is what one of them takes on one core. ``pytest -m slow`` runs all of them. With
@@ -41,13 +41,16 @@ DEFAULT_SEED = "0"
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """``--minutes`` and ``--seed``."""
+    """``--minutes``, ``--share`` and ``--seed``."""
     group = parser.getgroup("tests that last by choice")
     group.addoption(
         "--minutes",
         type=float,
         help="core-minutes for the slow tests: a sample of each family that fits its share "
         "(default: all of them)",
+    )
+    group.addoption(
+        "--share", type=float, default=1.0, help="run this part of the tests, drawn by --seed"
     )
     group.addoption(
         "--seed",
@@ -99,13 +102,14 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         if mark := item.get_closest_marker("slow"):
             family, seconds = mark.args
             assert family in SHARES and seconds > 0, f"{item.nodeid}: {mark}"
-    if config.getoption("--minutes") is None:
-        return
-    kept = sampled(config, [item for item in items if item.get_closest_marker("slow")])
-    left_out = [i for i in items if i.get_closest_marker("slow") and i not in kept]
-    if left_out:
+    share, seed = config.getoption("--share"), config.getoption("--seed")
+    kept = {i for i in items if random.Random(f"{seed} {i.nodeid}").random() < share}
+    if config.getoption("--minutes") is not None:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        kept -= set(slow) - sampled(config, slow)
+    if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if item in kept]
 
 
 def first(count: int, values: Iterable[Any], seconds: float) -> list[Any]:
@@ -154,3 +158,9 @@ def sampled(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]
             spent[family] = spent.get(family, 0.0) + seconds
             kept.add(item)
     return kept
+
+
+def reasons(skipped: Iterable[Any]) -> list[str]:
+    """How many of these reports are of tests skipped for each reason; the most common first."""
+    found = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
+    return [f"{count} skipped: {reason}" for reason, count in found.most_common()]
