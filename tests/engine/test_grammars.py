@@ -91,7 +91,7 @@ def disturbed(grammar, tokens, size, rng, forget):
                 told(grammar, known + drafts[:k], n, size)
             grammar.beginning(known, drafts)
         if rng.random() < forget:
-            grammar._readers.clear()
+            grammar.readers.clear()
         found.append(told(grammar, known, n, size))
     return found
 
@@ -180,8 +180,8 @@ class Silent:
 
 def test_a_lexer_that_gives_up_where_text_is_forced(monkeypatch):
     """llguidance then tells a token that need not follow, and no error."""
-    monkeypatch.setattr(grammars, "MOST_STATES", 60)
-    seeds = (1, 3, 7)
+    monkeypatch.setattr(grammars, "MOST_STATES", 84)
+    seeds = (3, 12)
     assert not any(differences(FORMS["forced"], "markup", seed) for seed in seeds)
     made = grammars.Reader.__init__
 

@@ -10,10 +10,12 @@ logits. llguidance is imported when a request asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import distributions
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,7 +26,6 @@ from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
 
-T = TypeVar("T")
 # Grammars that are known to compile, and completions whose matchers are kept.
 COMPILED, KEPT = 64, 256
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
@@ -44,11 +45,12 @@ class Reader:
         self._matcher, self._eos = matcher, eos
         self.tokens: list[int] = []
         self._known: tuple[bytes, bool] | None = None
-        # The lexer reads nothing any more where it has given up, and forced tokens do not tell.
-        self._unread, self._first = matcher.deep_copy(), list[int]()
+        # A lexer that has given up reads nothing, which forced tokens do not tell.
+        self._unread = matcher.deep_copy()
 
     def copy(self) -> Reader:
         """One that reads on by itself; what it explores counts for both."""
+        self.next()
         other = copy(self)
         other._matcher, other.tokens = self._matcher.deep_copy(), [*self.tokens]
         return other
@@ -73,17 +75,14 @@ class Reader:
         if self._known is None:
             ends = bool(self._sound(self._matcher.is_accepting()))
             mask = self._sound(self._matcher.compute_bitmask())
-            if not self.tokens:
-                bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-                bits[self._eos] = 0
-                self._first = np.flatnonzero(bits)[:1].tolist()
-            if self._unread.validate_tokens(self._first) < len(self._first):
+            if self._unread.validate_tokens(self.tokens[:1]) < len(self.tokens[:1]):
                 raise RuntimeError("its lexer reads no more")
             self._known = mask, ends
         return self._known
 
     def beginning(self, drafts: list[int]) -> list[int]:
         """Those of ``drafts`` up to the first that may not follow."""
+        self.next()
         return drafts[: self._sound(self._matcher.validate_tokens(drafts))]
 
     def _sound(self, found: Any) -> Any:
@@ -92,6 +91,7 @@ class Reader:
         return found
 
 
+@dataclass(eq=False)
 class Grammar:
     """Says what may follow in one completion.
 
@@ -101,39 +101,34 @@ class Grammar:
     ignored.
     """
 
-    def __init__(
-        self,
-        matcher: Callable[[], Any],
-        readers: WeakKeyDictionary[Grammar, list[Reader]],
-        eos: tuple[int, ...],
-        stops: tuple[int, ...],
-    ):
-        self._matcher, self._readers = matcher, readers
-        self._eos, self._stops = [*eos], [*stops]
+    matcher: Callable[[], Any]
+    readers: WeakKeyDictionary[Grammar, list[Reader]]
+    eos: list[int]
+    stops: list[int]
 
     def _read(self, tokens: list[int], committed: int) -> tuple[Reader, list[int]]:
         """What has read ``tokens``, of which so many are committed and the others drafts, and those
         from the first that may not follow."""
-        known, own = tokens[:committed], self._readers.pop(self, [])
+        known, own = tokens[:committed], self.readers.pop(self, [])
         if not own or known[: len(own[0].tokens)] != own[0].tokens:
-            own = [Reader(self._matcher(), self._eos)]
+            own = [Reader(self.matcher(), self.eos)]
         reader, left = own[0], own[0].read(known)
         if len(tokens) > committed and not left:
             if not own[1:] or tokens[: len(own[1].tokens)] != own[1].tokens:
                 own = [own[0], own[0].copy()]
             reader, left = own[1], own[1].read(tokens)
-        self._readers[self] = own
-        while len(self._readers) > KEPT:
-            del self._readers[next(iter(self._readers))]
+        self.readers[self] = own
+        while len(self.readers) > KEPT:
+            del self.readers[next(iter(self.readers))]
         return reader, left
 
-    def _asked(self, tokens: list[int], committed: int, found: Callable[..., T]) -> T:
+    def _asked(self, tokens: list[int], committed: int, found: Callable[..., Any]) -> Any:
         """What is ``found`` where ``tokens`` are read, as by ``_read``; by new readers, where those
         there are have explored too much."""
         try:
             return found(*self._read(tokens, committed))
         except RuntimeError:
-            self._readers.pop(self, None)
+            self.readers.pop(self, None)
             return found(*self._read(tokens, committed))
 
     def allowed(self, tokens: list[int], committed: int, size: int, early: bool = False) -> Array:
@@ -147,34 +142,29 @@ class Grammar:
         def found(reader: Reader, left: list[int]) -> Array:
             allowed, (mask, ends) = np.zeros(size, np.bool_), reader.next()
             if left:
-                over = ends and set(left) <= {*self._stops}
-                if len(reader.tokens) < committed and not over:
+                if len(reader.tokens) < committed and not (ends and {*left} <= {*self.stops}):
                     raise RuntimeError(f"token {left[0]} was taken and may not follow")
-                allowed[self._stops] = True
+                allowed[self.stops] = True
                 return allowed
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
             allowed[: len(bits)] = bits  # a model's further tokens are none of the tokenizer's
-            allowed[self._eos] = False
-            allowed[self._stops] |= ends
-            if early:
-                rest = allowed.copy()
-                rest[self._stops] = False
-                allowed = rest if rest.any() else allowed
+            allowed[self.eos] = False
+            allowed[self.stops] |= ends
+            rest = allowed.copy()
+            rest[self.stops] = False
             if not allowed.any():
                 raise RuntimeError("no token may follow")
-            return allowed
+            return rest if early and rest.any() else allowed
 
         return self._asked(tokens, committed, found)
 
     def beginning(self, tokens: list[int], drafts: list[int]) -> list[int]:
         """Those of ``drafts`` up to the first that may not follow the committed ``tokens``; none
         where llguidance gives up, which the next row tells."""
-        try:
-            return self._asked(
-                tokens, len(tokens), lambda reader, left: [] if left else reader.beginning(drafts)
-            )
-        except RuntimeError:
-            return []
+        with suppress(RuntimeError):
+            reader, left = self._asked(tokens, len(tokens), lambda *read: read)
+            return [] if left else reader.beginning(drafts)
+        return []
 
 
 class Grammars:
@@ -190,13 +180,12 @@ class Grammars:
 
     def parts(self, params: SamplingParams, vocab_size: int) -> Parts:
         """What the fingerprint of a request has more where its tokens depend on the tokenizer."""
-        found: Parts = {}
-        if self._tokenizer is not None:
-            state = state_of(self._tokenizer)
-            found["tokenizer"] = DIGEST + self._digest(state, vocab_size)[:32]
-            if params.structure is not None:
-                found["spelling"] = DIGEST + self._vocabulary(state, params.eos_token_id)[1][:32]
+        if self._tokenizer is None:
+            return {}
+        state = state_of(self._tokenizer)
+        found: Parts = {"tokenizer": DIGEST + self._digest(state, vocab_size)[:32]}
         if params.structure is not None:
+            found["spelling"] = DIGEST + self._vocabulary(state, params.eos_token_id)[1][:32]
             found["llguidance"] = next((d.version for d in distributions(name="llguidance")), None)
             found["max_lexer_states"] = MOST_STATES
         return found
@@ -222,7 +211,7 @@ class Grammars:
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise refuse(field, text, f"what llguidance compiles ({reason})") from error
-        return Grammar(matcher, self._readers, eos, params.stop_ids)
+        return Grammar(matcher, self._readers, [*eos], [*params.stop_ids])
 
     def _compile(
         self, field: str, text: str, state: tuple[Any, ...], eos: tuple[int, ...]

@@ -61,12 +61,10 @@ class Spelling:
         self.tokens = [known.decode_bytes([token]) for token in ids]
         self.special_token_ids = [token for token in ids if known.is_special_token(token)]
         form = json.loads(tokenizer.backend_tokenizer.to_str())
-        form |= dict.fromkeys(("padding", "truncation"))
-        text = json.dumps(form, sort_keys=True)
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
-        form |= {"added_tokens": [], "post_processor": None}
-        form |= {name: _without_space(form[name]) for name in ("normalizer", "pre_tokenizer")}
-        self._tokenizer = Tokenizer.from_str(json.dumps(form))
+        form |= dict.fromkeys(("padding", "truncation", "post_processor"))
+        self.digest = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
+        steps = {name: _without_space(form[name]) for name in ("normalizer", "pre_tokenizer")}
+        self._tokenizer = Tokenizer.from_str(json.dumps({**form, **steps, "added_tokens": []}))
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

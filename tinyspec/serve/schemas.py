@@ -24,25 +24,17 @@ def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
     left: list[Any] = [schema]
     while left:
         found = left.pop()
-        if isinstance(found, dict):
+        if isinstance(found, list):
+            left += found
+        elif isinstance(found, dict):
+            left += found.values()
             named = found.get("patternProperties")
             for pattern in (found.get("pattern"), *(named if isinstance(named, dict) else ())):
-                if isinstance(pattern, str):
-                    check_pattern(pattern)
-            left += found.values()
-        elif isinstance(found, list):
-            left += found
+                text = pattern if isinstance(pattern, str) else ""
+                if len(text) > LONGEST_PATTERN or repeated(text) > MOST_REPEATED:
+                    allowed = f"at most {LONGEST_PATTERN} characters, and counts within counts of "
+                    raise refuse("pattern", pattern, f"{allowed}at most {MOST_REPEATED} together")
     return {"x-guidance": LAYOUT, **schema}
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises ValueError for one that a server does not take."""
-    if len(pattern) > LONGEST_PATTERN:
-        allowed = f"at most {LONGEST_PATTERN} characters"
-        raise refuse("pattern", f"{len(pattern)} characters", allowed)
-    if (most := repeated(pattern)) > MOST_REPEATED:
-        allowed = f"counts within counts of at most {MOST_REPEATED} together, and these are {most}"
-        raise refuse("pattern", pattern, allowed)
 
 
 def repeated(pattern: str) -> int:
@@ -50,16 +42,12 @@ def repeated(pattern: str) -> int:
     none do."""
     most, groups, last = 0, [1], 1
     for part in PARTS.findall(pattern):
-        if part == "(":
-            groups.append(1)
-            last = 1
-        elif part == ")":
-            last = groups.pop() if groups[1:] else 1
-        elif part[0] == "{" and part[1:]:
-            count = max(map(int, re.findall(r"\d+", part)))
-            most = max(most, last * count if last > 1 else 0)
-            last *= max(count, 1)
+        count = max(map(int, re.findall(r"\d+", part))) if part[0] == "{" != part else 0
+        if part == ")" and groups[1:]:
+            last = groups.pop()
         else:
-            last = 1
+            most = max(most, last * count if last > 1 else 0)
+            last = last * count or 1
         groups[-1] = max(groups[-1], last)
+        groups += [1] * (part == "(")
     return most

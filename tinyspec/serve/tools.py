@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from tinyspec.engine.results import TextStream
@@ -58,13 +59,11 @@ class ToolFormat:
             schema = laid_out(function.get("parameters") or {"type": "object"})
             begin = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
             calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
-        ids = {mark: f"<[{token}]>" for token, mark in self.tokens.items()}
-        before, behind = json.dumps(self.before), json.dumps(self.behind)
-        if BEGIN in ids:
-            before = f"{ids[BEGIN]} {json.dumps(self.before[len(self.before.strip()) :])}"
-        if END in ids:
-            behind = f"{json.dumps(self.behind[: -len(self.behind.strip())])} {ids[END]}"
-        return {"grammar": f"start: {before} call {behind}\ncall: {' | '.join(calls)}"}
+        call = f"{json.dumps(self.before)} call {json.dumps(self.behind)}"
+        for token, mark in self.tokens.items():
+            text = self.before.strip() if mark == BEGIN else self.behind.strip()
+            call = call.replace(text, f'" <[{token}]> "')
+        return {"grammar": f"start: {call}\ncall: {' | '.join(calls)}"}
 
     def call(self, text: str, names: set[str]) -> tuple[dict[str, Any] | None, str]:
         """The call that ``text`` begins with, as OpenAI has it, and what is behind it; None if it
@@ -134,25 +133,24 @@ class ToolText:
 
     def told(self, event: StreamEvent) -> tuple[str, list[dict[str, Any]]]:
         """Content and calls that are known with an event."""
-        last, text, plain = event.finish_reason is not None, "", list[int]()
-        if self.format is None or not self.format.tokens:
+        last, marks = event.finish_reason is not None, self.format.tokens if self.format else {}
+        if not marks:
             return self.push(event.text or "", last)
-        for token in event.token_ids:
-            if mark := self.format.tokens.get(token):
-                text += (self._stream.push(plain, last=True) or "") + mark
-                self._stream.push([token], last=True)  # stop strings may reach over it
-                plain = []
+        text, stream = "", self._stream
+        for mark, tokens in groupby(event.token_ids, marks.get):
+            if mark:
+                text += (stream.push([], last=True) or "") + mark * len(run := [*tokens])
+                stream.push(run, last=True)  # stop strings may reach over them
             else:
-                plain.append(token)
-        content, calls = self.push(text + (self._stream.push(plain, last) or ""), last)
+                text += stream.push([*tokens], last=False) or ""
+        content, calls = self.push(text + (stream.push([], last) or ""), last)
         for call in calls:
-            call["function"]["arguments"] = self._shown(call["function"]["arguments"])
-        return self._shown(content), calls
+            call["function"]["arguments"] = self._shown(call["function"]["arguments"], marks)
+        return self._shown(content, marks), calls
 
-    def _shown(self, text: str) -> str:
+    def _shown(self, text: str, marks: dict[int, str]) -> str:
         """With tokens that are no markup of a call as a text has them."""
-        assert self.format is not None
-        for token, mark in self.format.tokens.items():
+        for token, mark in marks.items():
             text = text.replace(mark, self.tokenizer.decode([token], skip_special_tokens=True))
         return text
 
