@@ -120,8 +120,7 @@ class AsyncEngine(OneProcess):
         begin first, equal ones in order. timeout: seconds after which a call that has not finished
         raises TimeoutError. Raises QueueFull at once where ``max_waiting`` calls wait.
         """
-        given = prompts, params
-        return await self._outputs(lambda engine: engine.prepare(*given), priority, timeout)
+        return await self._outputs(lambda e: e.prepare(prompts, params), priority, timeout)
 
     async def score(
         self,

@@ -82,7 +82,6 @@ class Reader:
 
     def beginning(self, drafts: list[int]) -> list[int]:
         """Those of ``drafts`` up to the first that may not follow."""
-        self.next()
         return drafts[: self._sound(self._matcher.validate_tokens(drafts))]
 
     def _sound(self, found: Any) -> Any:
@@ -117,19 +116,19 @@ class Grammar:
             if not own[1:] or tokens[: len(own[1].tokens)] != own[1].tokens:
                 own = [own[0], own[0].copy()]
             reader, left = own[1], own[1].read(tokens)
+        reader.next()
         self.readers[self] = own
         while len(self.readers) > KEPT:
             del self.readers[next(iter(self.readers))]
         return reader, left
 
-    def _asked(self, tokens: list[int], committed: int, found: Callable[..., Any]) -> Any:
-        """What is ``found`` where ``tokens`` are read, as by ``_read``; by new readers, where those
-        there are have explored too much."""
+    def _known(self, tokens: list[int], committed: int) -> tuple[Reader, list[int]]:
+        """As ``_read``; by new readers where those there are have explored too much, which have
+        been left out then."""
         try:
-            return found(*self._read(tokens, committed))
+            return self._read(tokens, committed)
         except RuntimeError:
-            self.readers.pop(self, None)
-            return found(*self._read(tokens, committed))
+            return self._read(tokens, committed)
 
     def allowed(self, tokens: list[int], committed: int, size: int, early: bool = False) -> Array:
         """[size] bool: what may follow the generated ``tokens``, of which so many are committed:
@@ -138,31 +137,28 @@ class Grammar:
 
         Raises RuntimeError where llguidance gives up, or committed tokens are no such text.
         """
-
-        def found(reader: Reader, left: list[int]) -> Array:
-            allowed, (mask, ends) = np.zeros(size, np.bool_), reader.next()
-            if left:
-                if len(reader.tokens) < committed and not (ends and {*left} <= {*self.stops}):
-                    raise RuntimeError(f"token {left[0]} was taken and may not follow")
-                allowed[self.stops] = True
-                return allowed
-            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
-            allowed[: len(bits)] = bits  # a model's further tokens are none of the tokenizer's
-            allowed[self.eos] = False
-            allowed[self.stops] |= ends
-            rest = allowed.copy()
-            rest[self.stops] = False
-            if not allowed.any():
-                raise RuntimeError("no token may follow")
-            return rest if early and rest.any() else allowed
-
-        return self._asked(tokens, committed, found)
+        reader, left = self._known(tokens, committed)
+        allowed, (mask, ends) = np.zeros(size, np.bool_), reader.next()
+        if left:
+            if len(reader.tokens) < committed and not (ends and {*left} <= {*self.stops}):
+                raise RuntimeError(f"token {left[0]} was taken and may not follow")
+            allowed[self.stops] = True
+            return allowed
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
+        allowed[: len(bits)] = bits  # a model's further tokens are none of the tokenizer's
+        allowed[self.eos] = False
+        allowed[self.stops] |= ends
+        rest = allowed.copy()
+        rest[self.stops] = False
+        if not allowed.any():
+            raise RuntimeError("no token may follow")
+        return rest if early and rest.any() else allowed
 
     def beginning(self, tokens: list[int], drafts: list[int]) -> list[int]:
         """Those of ``drafts`` up to the first that may not follow the committed ``tokens``; none
         where llguidance gives up, which the next row tells."""
         with suppress(RuntimeError):
-            reader, left = self._asked(tokens, len(tokens), lambda *read: read)
+            reader, left = self._known(tokens, len(tokens))
             return [] if left else reader.beginning(drafts)
         return []
 

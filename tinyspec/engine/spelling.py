@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 # What puts a space in front of a text, by its name in a tokenizer's JSON, and what does not.
 IN_FRONT = {"prepend_scheme": "never", "add_prefix_space": False}
-INNER = ("normalizers", "pretokenizers")
 
 
 def state_of(tokenizer: Any) -> tuple[Any, ...]:
@@ -32,7 +31,7 @@ def _without_space(step: Any) -> Any:
     if step is None or step["type"] == "Prepend":
         return None
     found = {key: IN_FRONT.get(key, value) for key, value in step.items()}
-    for key in found.keys() & INNER:
+    for key in found.keys() & {"normalizers", "pretokenizers"}:
         found[key] = list(filter(None, map(_without_space, step[key])))
     return found
 
@@ -43,8 +42,8 @@ def vocabulary(tokenizer: Any, eos: tuple[int, ...]) -> tuple[Any, str]:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     spelling = Spelling(tokenizer, eos)
-    known = LLTokenizer(TokenizerWrapper(spelling), eos_token=[*eos] or None, slices=[])
-    return known, spelling.digest
+    wrapped = TokenizerWrapper(spelling)
+    return LLTokenizer(wrapped, eos_token=[*eos] or None, slices=[]), spelling.digest
 
 
 class Spelling:
@@ -67,5 +66,4 @@ class Spelling:
         self._tokenizer = Tokenizer.from_str(json.dumps({**form, **steps, "added_tokens": []}))
 
     def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

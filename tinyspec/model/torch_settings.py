@@ -92,8 +92,7 @@ def _reduction(library: str, kind: str) -> Setting:
 def _of_process() -> Settings:
     """Settings that all threads share, of every kind of device that is here."""
     if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST_TORCH:
-        line = "torch %s is newer than %d.%d, the newest tested: what it adds is not pinned"
-        logger.warning(line, torch.__version__, *NEWEST_TORCH)
+        logger.warning("torch %s is newer than any tested, %d.%d", torch.__version__, *NEWEST_TORCH)
     deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
     algorithms = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     einsum: Any = torch.backends.opt_einsum

@@ -22,8 +22,7 @@ PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", re.DOTA
 def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema of a request as the engine takes it. Raises ValueError."""
     left: list[Any] = [schema]
-    while left:
-        found = left.pop()
+    for found in left:  # it grows
         if isinstance(found, list):
             left += found
         elif isinstance(found, dict):

@@ -22,8 +22,8 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.serve.schemas import laid_out
 
 DECODER = json.JSONDecoder()
-# Stand in a text for tokens that begin and end a call; no text has these.
-BEGIN, END = "\ud800", "\ud801"
+# Stand in a text for tokens that begin and end a call: no text has these, and no JSON.
+BEGIN, END = "\x02\ud800", "\x03\ud800"
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,19 @@ class ToolFormat:
     tokens: dict[int, str] = field(default_factory=dict)
 
     def of(self, tokenizer: Any) -> ToolFormat:
-        """With the tokens of a tokenizer."""
-        known = getattr(tokenizer, "added_tokens_encoder", {})
-        marks = {self.before.strip(): BEGIN, self.behind.strip(): END}
-        return replace(self, tokens={known[m]: mark for m, mark in marks.items() if m in known})
+        """With marks for the tokens of a tokenizer."""
+        known, own = getattr(tokenizer, "added_tokens_encoder", {}), self
+        for name, mark in (("before", BEGIN), ("behind", END)):
+            text = getattr(self, name)
+            if (markup := text.strip()) in known:
+                tokens = {**own.tokens, known[markup]: mark}
+                own = replace(own, tokens=tokens, **{name: text.replace(markup, mark)})
+        return own
 
     @property
     def begin(self) -> str:
         """Of a call."""
-        return BEGIN if BEGIN in self.tokens.values() else self.before.strip() or "{"
-
-    @property
-    def end(self) -> str:
-        """Of a call, behind its object."""
-        return END if END in self.tokens.values() else self.behind.strip()
+        return self.before.strip() or "{"
 
     def constraint(self, functions: list[Any]) -> dict[str, Any]:
         """The SamplingParams that force a call of one of ``functions``."""
@@ -61,26 +60,25 @@ class ToolFormat:
             calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
         call = f"{json.dumps(self.before)} call {json.dumps(self.behind)}"
         for token, mark in self.tokens.items():
-            text = self.before.strip() if mark == BEGIN else self.behind.strip()
-            call = call.replace(text, f'" <[{token}]> "')
+            call = call.replace(json.dumps(mark).strip('"'), f'" <[{token}]> "')
         return {"grammar": f"start: {call}\ncall: {' | '.join(calls)}"}
 
     def call(self, text: str, names: set[str]) -> tuple[dict[str, Any] | None, str]:
         """The call that ``text`` begins with, as OpenAI has it, and what is behind it; None if it
         is none, and where one may follow."""
-        inner = text.removeprefix(self.begin if self.before else "").lstrip()
+        inner = text.removeprefix(self.before.strip()).lstrip()
         try:
             found, end = DECODER.raw_decode(inner)
         except (ValueError, RecursionError):
             return None, text[len(self.begin) :]
-        rest = inner[end:]
-        closed = rest.lstrip() if self.end else rest
+        rest, behind = inner[end:], self.behind.strip()
+        closed = rest.lstrip() if behind else rest
         match found:
             case {"name": str(name), self.arguments: dict(arguments)} if len(found) == 2:
-                if name in names and closed.startswith(self.end):
+                if name in names and closed.startswith(behind):
                     called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                     about = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                    return {**about, "function": called}, closed.removeprefix(self.end)
+                    return {**about, "function": called}, closed.removeprefix(behind)
         return None, rest
 
 
@@ -96,7 +94,7 @@ def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[..., ToolText], di
     if choice == "none" or (choice == "auto" and not functions):
         return ToolText, {}
     template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
-    named = {HERMES.before.strip(): HERMES, '"parameters": ': LLAMA}
+    named = {HERMES.begin: HERMES, '"parameters": ': LLAMA}
     found = next((form for marker, form in named.items() if marker in template), None)
     if found is None or "tools" not in template:
         raise refuse("tools", "...", "none: the chat template has no calls of Hermes or Llama")
@@ -144,15 +142,10 @@ class ToolText:
             else:
                 text += stream.push([*tokens], last=False) or ""
         content, calls = self.push(text + (stream.push([], last) or ""), last)
-        for call in calls:
-            call["function"]["arguments"] = self._shown(call["function"]["arguments"], marks)
-        return self._shown(content, marks), calls
-
-    def _shown(self, text: str, marks: dict[int, str]) -> str:
-        """With tokens that are no markup of a call as a text has them."""
-        for token, mark in marks.items():
-            text = text.replace(mark, self.tokenizer.decode([token], skip_special_tokens=True))
-        return text
+        for token, mark in marks.items():  # of what is no call
+            shown = self.tokenizer.decode([token], skip_special_tokens=True)
+            content = content.replace(mark, shown)
+        return content, calls
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Content and calls that are known with ``text``."""
