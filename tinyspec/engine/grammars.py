@@ -30,8 +30,6 @@ from tinyspec.scheduler.sequence_table import Array
 COMPILED, KEPT = 64, 256
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
 MOST_STATES = 250_000
-# In place of limits of one step, which is cheaper where drafts were there before; more overflows.
-UNLIMITED = 2**62
 
 
 class Reader:
@@ -122,7 +120,7 @@ class Grammar:
             del self.readers[next(iter(self.readers))]
         return reader, left
 
-    def _known(self, tokens: list[int], committed: int) -> tuple[Reader, list[int]]:
+    def _reader(self, tokens: list[int], committed: int) -> tuple[Reader, list[int]]:
         """As ``_read``; by new readers where those there are have explored too much, which have
         been left out then."""
         try:
@@ -137,7 +135,7 @@ class Grammar:
 
         Raises RuntimeError where llguidance gives up, or committed tokens are no such text.
         """
-        reader, left = self._known(tokens, committed)
+        reader, left = self._reader(tokens, committed)
         allowed, (mask, ends) = np.zeros(size, np.bool_), reader.next()
         if left:
             if len(reader.tokens) < committed and not (ends and {*left} <= {*self.stops}):
@@ -150,15 +148,13 @@ class Grammar:
         allowed[self.stops] |= ends
         rest = allowed.copy()
         rest[self.stops] = False
-        if not allowed.any():
-            raise RuntimeError("no token may follow")
         return rest if early and rest.any() else allowed
 
     def beginning(self, tokens: list[int], drafts: list[int]) -> list[int]:
         """Those of ``drafts`` up to the first that may not follow the committed ``tokens``; none
         where llguidance gives up, which the next row tells."""
         with suppress(RuntimeError):
-            reader, left = self._known(tokens, len(tokens))
+            reader, left = self._reader(tokens, len(tokens))
             return [] if left else reader.beginning(drafts)
         return []
 
@@ -217,8 +213,9 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
+        # Without limits of one step, for which drafts would have paid; more than these overflow.
         limits = LLParserLimits(
-            step_lexer_fuel=UNLIMITED, step_max_items=UNLIMITED, max_lexer_states=MOST_STATES
+            step_lexer_fuel=2**62, step_max_items=2**62, max_lexer_states=MOST_STATES
         )
         known, _ = self._vocabulary(state, eos)
         matcher = partial(LLMatcher, known, read(text), log_level=0, limits=limits)

@@ -143,8 +143,9 @@ class ToolText:
                 text += stream.push([*tokens], last=False) or ""
         content, calls = self.push(text + (stream.push([], last) or ""), last)
         for token, mark in marks.items():  # of what is no call
-            shown = self.tokenizer.decode([token], skip_special_tokens=True)
-            content = content.replace(mark, shown)
+            content = content.replace(
+                mark, self.tokenizer.decode([token], skip_special_tokens=True)
+            )
         return content, calls
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
