@@ -194,6 +194,7 @@ def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
 
 
 def test_merges_are_counted_as_long_as_an_engine_is_open():
+    gc.collect()  # engines of tests before
     layer = peft.tuners.lora.Linear
     own, model, other = (layer.merge, layer.unmerge), heard(), heard()
     with Engine(model, config=UNPROVEN) as engine:
