@@ -117,13 +117,37 @@ def test_a_function_of_the_committed_tokens(form, states, monkeypatch):
     assert differences(form, "markup", states) == 0
 
 
-def test_matchers_that_are_dropped(monkeypatch):
+@pytest.mark.parametrize("states", range(3, 12))
+@pytest.mark.parametrize("pattern", ['("){3,4}', "(ab){3,9}", "((the){1,9}){2,5}"])
+def test_drafts_that_come_true(pattern, states, monkeypatch):
+    """By a limit that a text is near, drafts of its own decide nothing, however they are cut."""
+    tokenizer = tokenizer_of("markup")
+    params, size = params_of({"regex": pattern}, tokenizer), len(tokenizer)
+    tokens, _ = walk(Grammars(tokenizer).of(params), tokenizer, random.Random(1), most=20)
+    monkeypatch.setattr(grammars, "MOST_STATES", states)
+    try:
+        one, other = Grammars(tokenizer).of(params), Grammars(tokenizer).of(params)
+    except ValueError:
+        return  # it is refused, whoever asks
+    places = range(len(tokens) + 1)
+    alone = [told(one, tokens[:n], n, size) for n in places]
+    first = next((n for n in places if isinstance(alone[n], str)), len(tokens))
+    rng, n = random.Random(states), 0
+    while n <= first:
+        drafts = other.beginning(tokens[:n], tokens[n : n + rng.randrange(8)])
+        drafts = drafts[: rng.randrange(len(drafts) + 1)]
+        for place in range(n, n + 1 + len(drafts)):
+            if place <= first:
+                assert told(other, tokens[:place], n, size) == alone[place]
+        n += 1 + len(drafts)
+
+
+def test_matchers_that_are_dropped():
     """Of three completions in turns one matcher is kept; none is when all have ended."""
-    monkeypatch.setattr(grammars, "KEPT", 1)
     tokenizer, form = tokenizer_of("markup"), FORMS["letters"]
     params = params_of(form, tokenizer)
     texts = [walk(Grammars(tokenizer).of(params), tokenizer, random.Random(n)) for n in range(3)]
-    shared = Grammars(tokenizer)
+    shared = Grammars(tokenizer, kept=1)
     each = [shared.of(params) for _ in texts]
     for n in range(1 + max(len(tokens) for tokens, _ in texts)):
         for grammar, (tokens, alone) in zip(each, texts, strict=True):
@@ -198,6 +222,7 @@ MARKED = [
     {"const": " a <think> b"},
     {"enum": ["<|im_end|>", "the    the", "</s>"]},
     {"type": "object", "properties": {"<think>": {"const": "hé"}}, "required": ["<think>"]},
+    {"const": "cafe\u0301 5 \u212b The"},
     {"type": "string", "maxLength": 9},
 ]
 
@@ -212,6 +237,8 @@ def test_markup_in_a_text(kind, schema):
     grammar = Grammars(tokenizer).of(params_of(form, tokenizer))
     for seed in range(6):
         tokens, found = walk(grammar, tokenizer, random.Random(seed), most=80)
+        again = Grammars(tokenizer).of(params_of(form, tokenizer))
+        assert walk(again, tokenizer, random.Random(seed), most=80) == (tokens, found)
         assert not isinstance(found[-1], str) and tokenizer.eos_token_id in found[-1]
         value = json.loads(tokenizer.decode(tokens))
         jsonschema.validate(value, schema)

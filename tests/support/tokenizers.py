@@ -25,13 +25,15 @@ def _added(tokenizer, texts, special):
 
 def byte_level(special, in_front=False):
     """As Qwen's: bytes, ChatML, and markup that is ``special`` or not. in_front: a space before
-    every text."""
+    every text, which is spelled at random."""
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=in_front)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=sorted(alphabet))
     tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    tokenizer.model.dropout = 0.5 if in_front else None
     _added(tokenizer, CHAT, True)
     _added(tokenizer, (*MARKUP, "    "), special)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")

@@ -108,7 +108,7 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
         package = package_of(module)
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
-        disabled = getattr(module, "disable_adapters", None) is True  # of a model it is a method
+        disabled = package == "peft" and getattr(module, "disable_adapters", None) is True
         idle = _IDLE | {"_active_adapter"} if disabled else _IDLE
         for key, value in vars(module).items():
             full = f"{name}.{key}".lstrip(".")

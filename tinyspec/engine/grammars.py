@@ -26,8 +26,8 @@ from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
 
-# Grammars that are known to compile, and completions whose matchers are kept.
-COMPILED, KEPT = 64, 256
+# Grammars that are known to compile.
+COMPILED = 64
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
 MOST_STATES = 250_000
 
@@ -53,15 +53,16 @@ class Reader:
         other._matcher, other.tokens = self._matcher.deep_copy(), [*self.tokens]
         return other
 
-    def read(self, tokens: list[int]) -> list[int]:
+    def read(self, tokens: list[int], drafts: bool = False) -> list[int]:
         """Read on in ``tokens``, which begin with those read; those from the first that may not
-        follow."""
+        follow. drafts: those that the mask has, or they would explore what no text does."""
         for token in tokens[len(self.tokens) :]:
             mask, _ = self.next()
-            if token in self._eos:
+            allowed = token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1
+            if token in self._eos or (drafts and not allowed):
                 break
             if not self._sound(self._matcher.try_consume_tokens([token])):
-                if token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1:
+                if allowed:
                     raise RuntimeError(f"token {token} is allowed and not read")
                 break
             self.tokens.append(token)
@@ -78,10 +79,6 @@ class Reader:
             self._known = mask, ends
         return self._known
 
-    def beginning(self, drafts: list[int]) -> list[int]:
-        """Those of ``drafts`` up to the first that may not follow."""
-        return drafts[: self._sound(self._matcher.validate_tokens(drafts))]
-
     def _sound(self, found: Any) -> Any:
         if self._matcher.is_error():
             raise RuntimeError(self._matcher.get_error().partition("\n<state>")[0])
@@ -92,14 +89,15 @@ class Reader:
 class Grammar:
     """Says what may follow in one completion.
 
-    matcher: makes one that has read nothing. readers: of all completions, the latest used last: of
-    each that of its committed tokens, and a copy that has read drafts, too. eos: end tokens, which
-    follow a text that may end; stops: what ends the completion, these among them unless they are
-    ignored.
+    matcher: makes one that has read nothing. readers: of ``kept`` completions at most, the latest
+    used last: of each that of its committed tokens, and a copy that has read drafts, too. eos: end
+    tokens, which follow a text that may end; stops: what ends the completion, these among them
+    unless they are ignored.
     """
 
     matcher: Callable[[], Any]
     readers: WeakKeyDictionary[Grammar, list[Reader]]
+    kept: int
     eos: list[int]
     stops: list[int]
 
@@ -113,10 +111,10 @@ class Grammar:
         if len(tokens) > committed and not left:
             if not own[1:] or tokens[: len(own[1].tokens)] != own[1].tokens:
                 own = [own[0], own[0].copy()]
-            reader, left = own[1], own[1].read(tokens)
+            reader, left = own[1], own[1].read(tokens, drafts=True)
         reader.next()
         self.readers[self] = own
-        while len(self.readers) > KEPT:
+        while len(self.readers) > self.kept:
             del self.readers[next(iter(self.readers))]
         return reader, left
 
@@ -154,17 +152,17 @@ class Grammar:
         """Those of ``drafts`` up to the first that may not follow the committed ``tokens``; none
         where llguidance gives up, which the next row tells."""
         with suppress(RuntimeError):
-            reader, left = self._reader(tokens, len(tokens))
-            return [] if left else reader.beginning(drafts)
+            reader, _ = self._reader(tokens + drafts, len(tokens))
+            return drafts[: max(0, len(reader.tokens) - len(tokens))]
         return []
 
 
 class Grammars:
     """Compiles what requests ask for, over one tokenizer, or none; and what of that tokenizer their
-    bits depend on."""
+    bits depend on. kept: completions whose matchers are kept."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, kept: int = 256):
+        self._tokenizer, self._kept = tokenizer, kept
         self._digest = lru_cache(maxsize=8)(lambda _, vocab: text_digest(tokenizer, vocab))
         self._vocabulary = lru_cache(maxsize=8)(lambda _, eos: vocabulary(tokenizer, eos))
         self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
@@ -203,7 +201,7 @@ class Grammars:
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise refuse(field, text, f"what llguidance compiles ({reason})") from error
-        return Grammar(matcher, self._readers, [*eos], [*params.stop_ids])
+        return Grammar(matcher, self._readers, self._kept, [*eos], [*params.stop_ids])
 
     def _compile(
         self, field: str, text: str, state: tuple[Any, ...], eos: tuple[int, ...]

@@ -227,5 +227,5 @@ def special_row(sequence: Sequence, position: int, forced: int = -1) -> SpecialR
         "logits" in request.keeps,
         request.thread,
         sequence.grammar,
-        min(generated, sequence.num_generated),
+        generated if sequence.teacher_forced else min(generated, sequence.num_generated),
     )

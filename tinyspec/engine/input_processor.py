@@ -59,7 +59,7 @@ class InputProcessor:
         for kind, hint in hints.items():
             if isinstance(self.tokenizer, kind):
                 raise refuse("tokenizer", self.tokenizer, f"a tokenizer or None; {hint}")
-        self._grammars = Grammars(self.tokenizer)
+        self._grammars = Grammars(self.tokenizer, self.config.max_sequences)
         self._numbers = itertools.count()
         self._seeds, seed = torch.Generator(), self.config.seed
         self._seeds.manual_seed(secrets.randbits(63) if seed is None else seed)

@@ -1,8 +1,8 @@
 """What llguidance is told of a tokenizer: the bytes of every token, and how it spells a text.
 
 Its own form of a tokenizer spells with added tokens, as ``</think>`` in a string of JSON, which its
-reader takes for markup and refuses; so texts are spelled without these, and without the space that
-some tokenizers put in front. Knows no grammar and no request.
+reader takes for markup and refuses; so texts are spelled without these, as they are, and always in
+one way. Knows no grammar and no request.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 
 # What puts a space in front of a text, by its name in a tokenizer's JSON, and what does not.
 IN_FRONT = {"prepend_scheme": "never", "add_prefix_space": False}
+# Normalizers that leave a text as it is.
+FAITHFUL = {"Sequence", "Replace", "ByteLevel"}
 
 
 def state_of(tokenizer: Any) -> tuple[Any, ...]:
@@ -26,13 +28,13 @@ def state_of(tokenizer: Any) -> tuple[Any, ...]:
     return (size, repr(added), *map(repr, steps))
 
 
-def _without_space(step: Any) -> Any:
-    """A normalizer or pre-tokenizer without a space in front; None where it does nothing else."""
-    if step is None or step["type"] == "Prepend":
+def _as_it_is(step: Any, normalizes: bool) -> Any:
+    """A normalizer or pre-tokenizer that changes no text; None where nothing is left of it."""
+    if step is None or (normalizes and step["type"] not in FAITHFUL):
         return None
     found = {key: IN_FRONT.get(key, value) for key, value in step.items()}
     for key in found.keys() & {"normalizers", "pretokenizers"}:
-        found[key] = list(filter(None, map(_without_space, step[key])))
+        found[key] = [own for one in step[key] if (own := _as_it_is(one, normalizes))]
     return found
 
 
@@ -62,8 +64,10 @@ class Spelling:
         form = json.loads(tokenizer.backend_tokenizer.to_str())
         form |= dict.fromkeys(("padding", "truncation", "post_processor"))
         self.digest = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
-        steps = {name: _without_space(form[name]) for name in ("normalizer", "pre_tokenizer")}
-        self._tokenizer = Tokenizer.from_str(json.dumps({**form, **steps, "added_tokens": []}))
+        names = "normalizer", "pre_tokenizer"
+        form |= {name: _as_it_is(form[name], name == names[0]) for name in names}
+        form["model"] |= {"dropout": None} if "dropout" in form["model"] else {}
+        self._tokenizer = Tokenizer.from_str(json.dumps({**form, "added_tokens": []}))
 
     def __call__(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -14,9 +14,9 @@ from tinyspec.errors import refuse
 # JSON as models learn it. A model that may write any white space may write no end of it.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Characters of a pattern, and the product of counts that stand within each other.
-LONGEST_PATTERN, MOST_REPEATED = 1000, 1000
+LONGEST_PATTERN, MOST_REPEATED = 1000, 5000
 # An escape, a class, a count, or one character.
-PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", re.DOTALL)
+PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\s*\d[\d,\s]*\}|.", re.DOTALL)
 
 
 def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def repeated(pattern: str) -> int:
         count = max(map(int, re.findall(r"\d+", part))) if part[0] == "{" != part else 0
         if part == ")" and groups[1:]:
             last = groups.pop()
-        else:
+        elif part not in "?*+ ":
             most = max(most, last * count if last > 1 else 0)
             last = last * count or 1
         groups[-1] = max(groups[-1], last)
