@@ -120,10 +120,10 @@ class Call:
         if self._asked("token_healing", self.arguments):  # of the batch, by its tokenizer
             self.unserved.append("token_healing")
         # A cache is made as transformers prepares, which takes a GPU, libraries or memory.
-        caches = "cache_implementation"
-        cache = self.arguments.get(caches, self._asked(caches, self.arguments))
-        if cache not in (None, "hybrid", *served.SERVED_VALUES[caches]):  # it unsets "hybrid"
-            self.unserved.append(f"{caches}={cache!r}")
+        name = "cache_implementation"
+        cache = self.arguments.get(name, self._asked(name, self.arguments))
+        if cache not in (None, "hybrid", *served.SERVED_VALUES[name]):  # it unsets "hybrid"
+            self.unserved.append(f"{name}={cache!r}")
         if not self.unserved:
             self._prepare()
         if not self.unserved:

@@ -270,6 +270,7 @@ class Committer:
     def end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
+        sequence.grammar = None  # whose automata are large
         self.ended.append(sequence)
         self.admission.remove(sequence)
 

@@ -26,8 +26,6 @@ from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
 
-# Grammars that are known to compile.
-COMPILED = 64
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
 MOST_STATES = 250_000
 
@@ -121,10 +119,9 @@ class Grammar:
     def _reader(self, tokens: list[int], committed: int) -> tuple[Reader, list[int]]:
         """As ``_read``; by new readers where those there are have explored too much, which have
         been left out then."""
-        try:
+        with suppress(RuntimeError):
             return self._read(tokens, committed)
-        except RuntimeError:
-            return self._read(tokens, committed)
+        return self._read(tokens, committed)
 
     def allowed(self, tokens: list[int], committed: int, size: int, early: bool = False) -> Array:
         """[size] bool: what may follow the generated ``tokens``, of which so many are committed:
@@ -165,7 +162,7 @@ class Grammars:
         self._tokenizer, self._kept = tokenizer, kept
         self._digest = lru_cache(maxsize=8)(lambda _, vocab: text_digest(tokenizer, vocab))
         self._vocabulary = lru_cache(maxsize=8)(lambda _, eos: vocabulary(tokenizer, eos))
-        self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
+        self._compiled = lru_cache(maxsize=64)(self._compile)
         self._readers: WeakKeyDictionary[Grammar, list[Reader]] = WeakKeyDictionary()
 
     def parts(self, params: SamplingParams, vocab_size: int) -> Parts:

@@ -312,8 +312,6 @@ class RequestTracker:
 
     def _remove(self, request: Request) -> None:
         self.requests.pop(request.request_id, None)
-        for sequence in request.sequences:
-            sequence.grammar = None  # whose automata are large
         if not self.requests:
             self._core.runner.prepacked.forget()
 

@@ -15,8 +15,6 @@ from tokenizers import Tokenizer
 
 # What puts a space in front of a text, by its name in a tokenizer's JSON, and what does not.
 IN_FRONT = {"prepend_scheme": "never", "add_prefix_space": False}
-# Normalizers that leave a text as it is.
-FAITHFUL = {"Sequence", "Replace", "ByteLevel"}
 
 
 def state_of(tokenizer: Any) -> tuple[Any, ...]:
@@ -28,24 +26,13 @@ def state_of(tokenizer: Any) -> tuple[Any, ...]:
     return (size, repr(added), *map(repr, steps))
 
 
-def _as_it_is(step: Any, normalizes: bool) -> Any:
-    """A normalizer or pre-tokenizer that changes no text; None where nothing is left of it."""
-    if step is None or (normalizes and step["type"] not in FAITHFUL):
-        return None
-    found = {key: IN_FRONT.get(key, value) for key, value in step.items()}
-    for key in found.keys() & {"normalizers", "pretokenizers"}:
-        found[key] = [own for one in step[key] if (own := _as_it_is(one, normalizes))]
-    return found
-
-
 def vocabulary(tokenizer: Any, eos: tuple[int, ...]) -> tuple[Any, str]:
     """llguidance's form of a tokenizer, and the digest of all that it spells by. Raises ValueError
     for one that it cannot read."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    spelling = Spelling(tokenizer, eos)
-    wrapped = TokenizerWrapper(spelling)
-    return LLTokenizer(wrapped, eos_token=[*eos] or None, slices=[]), spelling.digest
+    own = Spelling(tokenizer, eos)
+    return LLTokenizer(TokenizerWrapper(own), eos_token=[*eos] or None, slices=[]), own.digest
 
 
 class Spelling:
@@ -64,8 +51,13 @@ class Spelling:
         form = json.loads(tokenizer.backend_tokenizer.to_str())
         form |= dict.fromkeys(("padding", "truncation", "post_processor"))
         self.digest = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
-        names = "normalizer", "pre_tokenizer"
-        form |= {name: _as_it_is(form[name], name == names[0]) for name in names}
+        first, then = form["normalizer"] or {}, form["pre_tokenizer"] or {}
+        # Others than these change a text.
+        steps, own = first.get("normalizers", [first]), {"Replace", "ByteLevel"}
+        kept = [step for step in steps if step.get("type") in own]
+        form["normalizer"] = {"type": "Sequence", "normalizers": kept}
+        for step in (then, *then.get("pretokenizers", ())):
+            step |= {key: IN_FRONT[key] for key in IN_FRONT.keys() & step.keys()}
         form["model"] |= {"dropout": None} if "dropout" in form["model"] else {}
         self._tokenizer = Tokenizer.from_str(json.dumps({**form, "added_tokens": []}))
 

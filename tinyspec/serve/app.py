@@ -194,9 +194,8 @@ class Server:
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
         params = body.params(**given)
         prompts = await self.token_ids(body)
-        split = partial(split, params=params)
-        about = (body, prompts, self.tokenizer, self.fingerprint, split, seed, began)
-        reply = REPLIES[type(body)](*about)
+        about = (body, prompts, self.tokenizer, self.fingerprint)
+        reply = REPLIES[type(body)](*about, partial(split, params=params), seed, began)
         if params.prompt_logprobs and params.top_logprobs:
             # The likeliest tokens in place of each but the first, which the others continue.
             long = [p for p in prompts if p[1:]]

@@ -28,9 +28,9 @@ def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(found, dict):
             left += found.values()
             named = found.get("patternProperties")
-            for pattern in (found.get("pattern"), *(named if isinstance(named, dict) else ())):
-                text = pattern if isinstance(pattern, str) else ""
-                if len(text) > LONGEST_PATTERN or repeated(text) > MOST_REPEATED:
+            patterns = found.get("pattern"), *(named if isinstance(named, dict) else ())
+            for pattern in (each for each in patterns if isinstance(each, str)):
+                if len(pattern) > LONGEST_PATTERN or repeated(pattern) > MOST_REPEATED:
                     allowed = f"at most {LONGEST_PATTERN} characters, and counts within counts of "
                     raise refuse("pattern", pattern, f"{allowed}at most {MOST_REPEATED} together")
     return {"x-guidance": LAYOUT, **schema}

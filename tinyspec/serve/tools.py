@@ -40,8 +40,7 @@ class ToolFormat:
         """With marks for the tokens of a tokenizer."""
         known, own = getattr(tokenizer, "added_tokens_encoder", {}), self
         for name, mark in (("before", BEGIN), ("behind", END)):
-            text = getattr(self, name)
-            if (markup := text.strip()) in known:
+            if (markup := (text := getattr(self, name)).strip()) in known:
                 tokens = {**own.tokens, known[markup]: mark}
                 own = replace(own, tokens=tokens, **{name: text.replace(markup, mark)})
         return own
