@@ -40,12 +40,12 @@ ASKED = {"model": MODEL, "messages": MESSAGES, "tools": [WEATHER, CLOCK], "seed"
 
 # With markup that is spelled, and with tokens for it.
 SERVERS = {"hermes": None, "llama": None, "hermes, special": "special markup"}
-MORE = {"hermes, Qwen's": "markup", "llama, Qwen's": "markup", "hermes, Llama-2's": "pieces"}
+SERVERS |= {"hermes, Qwen's": "markup", "llama, Qwen's": "markup", "hermes, Llama-2's": "pieces"}
 
 
-@pytest.fixture(scope="module", params=first(3, [*SERVERS, *MORE], 6))
+@pytest.fixture(scope="module", params=first(3, SERVERS, 6))
 def server(request):
-    kind = {**SERVERS, **MORE}[request.param]
+    kind = SERVERS[request.param]
     tokenizer = tokenizer_of(kind) if kind else AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = TEMPLATES[request.param.partition(",")[0]]
     model = LlamaForCausalLM.from_pretrained(BUNDLED)

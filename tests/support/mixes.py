@@ -56,7 +56,7 @@ def needles(seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
     for n, style in enumerate(NEEDLE_STYLES):
         prompt = [rng.randrange(VOCAB) for _ in range((1, 9, 40, 150, 33, 64)[n])]
         params = SamplingParams(
-            max_new_tokens=(14, 22, 10, 9, 26, 17)[n], deterministic=True, logprobs=True, **style
+            max_new_tokens=(14, 22, 10, 9, 40, 17)[n], deterministic=True, logprobs=True, **style
         )
         found.append((prompt, params))
     return found

@@ -153,7 +153,7 @@ class Streamers:
     def end(self) -> None:
         """No more tokens will come."""
         for one, done in zip(self._streamers, self._finished, strict=False):
-            if not (self._several and done):  # which was told of its own end
+            if not (self._several and done):  # it was called when that one ended
                 one.end()
 
 

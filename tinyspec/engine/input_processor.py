@@ -134,8 +134,9 @@ class InputProcessor:
         if seed is None and params.temperature > 0:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
         request = Request(f"request-{number}", prompt, params.resolve(seed=seed), number)
+        grammar = self._grammars.of(params)
         for sequence in request.sequences:
-            sequence.grammar = self._grammars.of(params)
+            sequence.grammar = grammar and replace(grammar)
         if params.needs_tokenizer:
             request.tokenizer = self.tokenizer_parts(params)
         if params.thinking:

@@ -20,10 +20,9 @@ IN_FRONT = {"prepend_scheme": "never", "add_prefix_space": False}
 def state_of(tokenizer: Any) -> tuple[Any, ...]:
     """By what a vocabulary is found again: one more token, or a special one, makes another."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     added = sorted(getattr(tokenizer, "added_tokens_decoder", {}).items())
     steps = (getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "decoder"))
-    return (size, repr(added), *map(repr, steps))
+    return (getattr(tokenizer, "__len__", int)(), repr(added), *map(repr, steps))
 
 
 def vocabulary(tokenizer: Any, eos: tuple[int, ...]) -> tuple[Any, str]:

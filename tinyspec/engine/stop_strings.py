@@ -20,8 +20,8 @@ def reach(stops: Sequence[str]) -> int:
 
 def decoded(tokenizer: Any, token_ids: list[int], exempt: int) -> tuple[str, int]:
     """Their text, and how many of its letters are whole with the first ``exempt`` of them."""
-    parts = token_ids, token_ids[: max(0, exempt)]
-    text, early = (tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    early = tokenizer.decode(token_ids[:exempt], skip_special_tokens=False) if exempt > 0 else ""
     return text, len(early.rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
