@@ -2,7 +2,8 @@
 that do not are refused by name."""
 
 import copy
-import gc
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -193,24 +194,34 @@ def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
         assert fresh.fingerprint == after != before
 
 
+# In a process of its own: here, engines of other tests may be open.
+COUNTED = """
+import gc
+from tests.model.test_adapters import UNPROVEN, Engine, heard, peft
+
+layer = peft.tuners.lora.Linear
+own, model, other = (layer.merge, layer.unmerge), heard(), heard()
+with Engine(model, config=UNPROVEN) as engine:
+    with Engine(other, config=UNPROVEN):
+        assert layer.merge is not own[0] and layer.unmerge is not own[1]
+        model.set_adapter("other")
+        engine.check_model()  # makes another copy
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert engine.contract.changed()
+assert (layer.merge, layer.unmerge) == own
+dropped = Engine(model, config=UNPROVEN)
+assert layer.merge is not own[0]
+del dropped
+gc.collect()
+assert (layer.merge, layer.unmerge) == own
+print("seen to the end")
+"""
+
+
 def test_merges_are_counted_as_long_as_an_engine_is_open():
-    gc.collect()  # engines of tests before
-    layer = peft.tuners.lora.Linear
-    own, model, other = (layer.merge, layer.unmerge), heard(), heard()
-    with Engine(model, config=UNPROVEN) as engine:
-        with Engine(other, config=UNPROVEN):
-            assert layer.merge is not own[0] and layer.unmerge is not own[1]
-            model.set_adapter("other")
-            engine.check_model()  # makes another copy
-        model.merge_adapter()
-        model.unmerge_adapter()
-        assert engine.contract.changed()
-    assert (layer.merge, layer.unmerge) == own
-    dropped = Engine(model, config=UNPROVEN)
-    assert layer.merge is not own[0]
-    del dropped
-    gc.collect()
-    assert (layer.merge, layer.unmerge) == own
+    child = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True)
+    assert child.stdout == "seen to the end\n", child.stderr
 
 
 # Refused

@@ -110,14 +110,18 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_millions_of_faults(served, kind):
-    """They are not all gathered: others would wait meanwhile."""
+    """They are not all gathered, which takes a minute: others would wait meanwhile."""
     path, own = FAULTS[kind]
     content = json.dumps({"model": MODEL, **NEEDED[path], **own})
     clock = time.pthread_getcpuclockid(served.thread.ident)
     began = time.clock_gettime(clock)
     found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
     assert found.status_code == 400, found.text
-    assert 0.01 < time.clock_gettime(clock) - began < 1.0
+    took = time.clock_gettime(clock) - began
+    began = time.thread_time()
+    json.loads(content)
+    reading = time.thread_time() - began
+    assert reading / 4 < took < 0.1 + 8 * reading
 
 
 def test_null_is_as_if_it_were_not_there(served):
