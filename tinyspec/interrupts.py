@@ -8,17 +8,22 @@ import _signal as signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 
 class _Guard:
-    """In place of SIGINT's handler: remembers whether the signal came."""
+    """In place of SIGINT's handler: remembers whether the signal came, and rings the bell of a
+    thread that sleeps."""
 
     def __init__(self) -> None:
         self.came = False
+        self.bell: SimpleQueue[None] | None = None
         self._previous = signal.signal(signal.SIGINT, self._remember)
 
     def _remember(self, number: int, frame: object) -> None:
         self.came = True
+        if self.bell is not None:
+            self.bell.put(None)
 
     def end(self) -> None:
         """Restore the previous handler and pass on the signal, if it came."""
@@ -55,6 +60,22 @@ def flush() -> None:
     if _guards and _guards[0].came and in_main_thread():
         with at_once():
             pass
+
+
+@contextmanager
+def waking(bell: SimpleQueue[None]) -> Iterator[None]:
+    """Within ``between_steps``: a block in which a signal puts something into ``bell``, also one
+    that has come and taken no effect."""
+    guard = _guards[0] if _guards and in_main_thread() else None
+    if guard is not None:
+        guard.bell = bell
+        if guard.came:
+            bell.put(None)
+    try:
+        yield
+    finally:
+        if guard is not None:
+            guard.bell = None
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
+    from tinyspec.engine.input_processor import InputProcessor
     from tinyspec.scheduler.request import Request
 
 STANDARD_INPUT = "-"
@@ -290,18 +291,15 @@ def _job_of(
     return Job("line", line.number, line.place, params, row_id=row_id, **own)
 
 
-def requests_of(engine: Engine, jobs: list[Job]) -> list[Request]:
-    """One for each job, in an engine that is ready. Raises ValueError naming the place of the first
-    that it refuses."""
+def requests_of(jobs: list[Job], inputs: InputProcessor) -> list[Request]:
+    """One for each job. Raises ValueError naming the place of the first that is refused."""
     requests = []
-    with engine.lock("generate"):
-        ready = engine.ready()
-        for job in jobs:
-            try:
-                if job.continuation is None:
-                    requests += ready.requests([job.prompt], job.params)
-                else:
-                    requests += ready.scored([job.prompt], [job.continuation], job.params)
-            except Exception as error:  # chat templates raise any
-                raise ValueError(f"{job.place}: {error}") from error
+    for job in jobs:
+        try:
+            if job.continuation is None:
+                requests += inputs.requests([job.prompt], job.params)
+            else:
+                requests += inputs.scored([job.prompt], [job.continuation], job.params)
+        except Exception as error:  # chat templates raise any
+            raise ValueError(f"{job.place}: {error}") from error
     return requests

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -133,9 +134,12 @@ class OutputFile:
         Raises ValueError where an output has another fingerprint than it would have now."""
         from tinyspec.tools.audit import other_engine
 
-        for output in self.kept.values():
-            if output.fingerprint is not None and (reason := other_engine(output, engine)):
-                raise refuse("--output", str(self.path), f"outputs of this engine; of one {reason}")
+        known = [output for output in self.kept.values() if output.fingerprint is not None]
+        with engine.driver.turn("generate"):
+            inputs = engine.ready()
+            reasons = [other_engine(output, engine, inputs) for output in known]
+        for reason in filter(None, reasons):
+            raise refuse("--output", str(self.path), f"outputs of this engine; of one {reason}")
         with self.path.open("ab") as file:
             file.truncate(self._whole)
         left = [job for job in self.jobs if job.job_id not in self.kept]
@@ -190,7 +194,8 @@ def _run(
 
     from tinyspec.engine.results import output_of
 
-    requests = common.requests_of(engine, jobs)
+    events = engine.events("generate", partial(common.requests_of, jobs))
+    requests = events.requests
     of = {r.request_id: (r, job) for r, job in zip(requests, jobs, strict=True)}
     keys = [(r.request_id, sequence.index) for r in requests for sequence in r.sequences]
     left = {request.request_id: len(request.sequences) for request in requests}
@@ -201,7 +206,7 @@ def _run(
     with (
         tqdm(total=len(keys), unit="completion", delay=2.0, disable=not shown) as bar,
         between_steps(),
-        engine.follow(requests) as events,
+        events,
     ):
         for event in events:
             request, job = of[event.request_id]
@@ -254,9 +259,9 @@ def score(options: Namespace) -> int:
     with common.engine_of(options) as engine:
         from tinyspec.engine.results import scores_of
 
-        requests = common.requests_of(engine, pairs)
         progress = len(pairs) > 1 and sys.stderr.isatty()
-        scores = scores_of(engine.finish(requests, progress))
+        make = partial(common.requests_of, pairs)
+        scores = scores_of(engine.outputs("score", make, progress))
         fingerprint = engine.fingerprint
     for pair, logprobs in zip(pairs, scores, strict=True):
         if options.json:

@@ -16,8 +16,6 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-import torch
-
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import results as disk
 from tinyspec.determinism.attention_probe import MANY_ROWS
@@ -108,9 +106,8 @@ def proof_seconds(results: ProbeResults, buckets: Buckets, rows: int) -> float:
 class Contract:
     """Fingerprint and probe results of one engine.
 
-    buckets: of the engine; canonical ones are marked as they become known. runs_user_code: whether
-    passes run hooks or modules of no known library. renew: makes another shadow, which is given to
-    ``serve``.
+    buckets: of the engine; canonical ones are marked as they become known. renew: makes another
+    shadow, which is given to ``serve``.
     results: what is known; None before it is first needed and after the model changed. modes: of
     linears. extra: what runs beside the model.
     """
@@ -136,8 +133,7 @@ class Contract:
         self._served, self._model, self._extra = served, served.model, extra
         self.modes = LinearModes(self._runner)
         self._ladder = Ladder(self.buckets, self._config)
-        self.runs_user_code = runs_user_code(served.root)
-        self._runner.graphs.runs_user_code = self.runs_user_code
+        self._runner.graphs.runs_user_code = runs_user_code(served.root)
         served.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
         self._layouts = layouts(self._model)
         self._forget()
@@ -150,9 +146,14 @@ class Contract:
     # What changes
 
     @property
-    def threads_changed(self) -> bool:
-        """Whether torch runs on another number of threads, where bits depend on it."""
-        return THREADS in self._ambient and torch.get_num_threads() != self._ambient[THREADS]
+    def threads(self) -> int | None:
+        """Torch's number of them, where bits depend on it."""
+        found = self._ambient.get(THREADS)
+        return found if isinstance(found, int) else None
+
+    @property
+    def digests(self) -> bool:
+        return self._config.verify_weights
 
     @property
     def written(self) -> set[str]:

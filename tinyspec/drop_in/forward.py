@@ -188,22 +188,20 @@ def forward(
 ) -> tuple[Tensor, Any]:
     """As ``run_passes``, of an engine. With gradients where the caller records them, also when the
     engine is closed by then. Raises as ``Engine.generate``."""
-    with engine.lock("forward"):
-        engine.check_model()
-        with engine.lock.step():
-            engine.contract.ensure()
-            if engine.config.verify != "always":
-                planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
-                engine.contract.prove_more({bucket for bucket, *_ in planned})
-        exclusive = partial(_exclusive, engine)
-        with exclusive():
-            return run_passes(engine.runner, sequences, wanted, exclusive, layers)
+    with engine.driver.turn("forward"):
+        engine.tracker.check_model()
+        engine.contract.ensure()
+        if engine.config.verify != "always":
+            planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
+            engine.contract.prove_more({bucket for bucket, *_ in planned})
+        with engine.runner.torch_state(gradients=True):
+            return run_passes(engine.runner, sequences, wanted, partial(_exclusive, engine), layers)
 
 
 @contextmanager
 def _exclusive(engine: Engine) -> Iterator[None]:
     """A block that runs the model outside of the engine's passes."""
-    with engine.lock("forward"), engine.lock.step(), engine.runner.torch_state(gradients=True):
+    with engine.driver.turn("forward"), engine.runner.torch_state(gradients=True):
         yield
 
 

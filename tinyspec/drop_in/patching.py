@@ -152,7 +152,7 @@ class PatchedGenerate(Method):
 
     def close(self) -> None:
         """Give the model its own methods back; the engine is closed once it serves no call."""
-        self._engine.lock.check_process()  # locks may be held by threads that are not there
+        self._engine.driver.check_process()  # locks may be held by threads that are not there
         for method in reversed(self.methods):
             method.take_out()
         with self._lock:
@@ -192,7 +192,7 @@ class PatchedGenerate(Method):
         """The engine, for one call of several that threads may have under way; another one where
         the model has moved to another device, or the call is under another autocast. called: the
         model, where not in its wrappers."""
-        self._engine.lock.check_process()
+        self._engine.driver.check_process()
         with self._lock:
             if self._closed:
                 raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
@@ -207,11 +207,7 @@ class PatchedGenerate(Method):
             yield engine
         finally:
             try:  # plain outputs must not depend on earlier calls
-                with engine.lock("generate"):
-                    if not engine.has_unfinished():
-                        if self._releases:
-                            engine.release()
-                        engine.forget_plain()
+                engine.end_call(self._releases)
             finally:
                 with self._lock:
                     self._calls -= 1

@@ -25,6 +25,7 @@ from tinyspec.drop_in.prompts import Streamers
 from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.in_flight import special_row
+from tinyspec.engine.results import EventStream
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.processors import BatchWide
@@ -50,18 +51,20 @@ def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
         if wide is not None:
             wide.run(engine, requests, streamers, call.pad)
         elif streamers is None:
-            engine.tracker.run(requests, until_abort=True)
+            engine.tracker.submit(requests)
+            engine.tracker.run(requests, bool, until_abort=True)
         else:
+            engine.tracker.submit(requests)
             places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
-            with engine.follow(requests) as events:
-                for event in events:
-                    if event.finish_reason == "abort":
-                        break
-                    place, ended = places[event.request_id, event.index], bool(event.finish_reason)
-                    streamers.put(place, event.token_ids, ended, call.pad)
+            for event in EventStream(requests, None, engine.tracker, engine):
+                if event.finish_reason == "abort":
+                    break
+                place, ended = places[event.request_id, event.index], bool(event.finish_reason)
+                streamers.put(place, event.token_ids, ended, call.pad)
         raise_failed(sequences)
-    finally:  # who reads them in another thread waits for it
-        if streamers is not None:
+    finally:
+        engine.tracker.cancel(requests)
+        if streamers is not None:  # who reads them in another thread waits for it
             streamers.end()
     return sequences
 
@@ -82,8 +85,8 @@ def new_requests(
     needed = sum(sorted(pages)[-most:])
     if wide is not None:
         needed = sum(pages) + len(pages)  # that admission may ask for one more of each
-    with engine.lock("generate"):
-        engine.reserve(needed + engine.pool.num_held)  # of calls of other threads
+    with engine.driver.turn("generate"):
+        inputs = engine.ready(needed)
         if wide is not None and (len(pages) > most or needed > engine.pool.num_pages):
             call.unserved.append(
                 f"user code for all of {len(pages)} rows ({needed} pages) at once, where there are "
@@ -92,7 +95,7 @@ def new_requests(
             return []
         call.draw_seeds()
         ids = [p.ids or [0] * len(p) for p in call.prompts.each]
-        requests = engine.ready().of_ids(ids, call.params)
+        requests = inputs.of_ids(ids, call.params)
         engine.core.drafter = drafter
     for request, prompt in zip(requests, call.prompts.each, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
@@ -137,24 +140,21 @@ class WideRows:
         def wait() -> bool:
             return all(s.next_logits is not None or s.finished for s in sequences)
 
-        try:
-            tracker.add(requests)
-            while not any(sequence.finished for sequence in sequences):
-                tracker.run_until(wait)
-                with engine.lock("generate"), engine.runner.torch_state():
-                    if any(s.next_logits is None for s in sequences):
-                        continue  # aborted, or to be computed again
+        def step() -> None:
+            if not any(sequence.finished for sequence in sequences):
+                with engine.runner.torch_state():
                     self._step(engine, sequences)
-                if streamers is not None:
-                    for n, sequence in enumerate(sequences):
-                        streamers.put(n, sequence.tokens[-1:], sequence.finished, pad)
-        finally:
-            tracker.cancel(requests)
+
+        tracker.submit(requests)
+        while not any(sequence.finished for sequence in sequences):
+            tracker.drive("generate", wait, step)
+            if streamers is not None:
+                for n, sequence in enumerate(sequences):
+                    streamers.put(n, sequence.tokens[-1:], sequence.finished, pad)
 
     def _step(self, engine: Engine, sequences: list[Sequence]) -> None:
         """One token for every row."""
-        with engine.lock.step():
-            found = self._sample(engine, sequences)
+        found = self._sample(engine, sequences)
         for n in np.flatnonzero(found.tokens < 0).tolist():
             result = found.special.get(n, SpecialResult())
             raise result.cause or RuntimeError(f"completion {n}: {result.error or NOT_FINITE}")
@@ -163,8 +163,7 @@ class WideRows:
             engine.core.committer.keep(sequence, found.special[n])
         if "scores" in sequences[0].request.keeps:
             self.scores.append(torch.stack([s.scores[-1] for s in sequences]))
-        with engine.lock.step():
-            self._note_ends(engine, sequences)
+        self._note_ends(engine, sequences)
         ended = all(self.done) or any(sequence.remaining == 0 for sequence in sequences)
         reasons = [("stop" if done else "length") if ended else "" for done in self.done]
         engine.tracker.end(sequences, reasons)

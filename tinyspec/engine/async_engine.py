@@ -13,9 +13,9 @@ import torch
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.async_worker import URGENT, AsyncWorker, Call
+from tinyspec.engine.driver import not_copied
 from tinyspec.engine.engine import Engine, Params
 from tinyspec.engine.input_processor import checked_priority, load
-from tinyspec.engine.lock import OneProcess
 from tinyspec.engine.results import scores_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -37,7 +37,7 @@ def checked_timeout(timeout: Any) -> float | None:
     return timeout
 
 
-class AsyncEngine(OneProcess):
+class AsyncEngine:
     """Generates for any number of asyncio tasks, whose requests share the passes of one Engine.
 
     Passes run in a thread of their own, and so does the user's code in requests. Cancelling a task
@@ -77,7 +77,6 @@ class AsyncEngine(OneProcess):
         if given and (tokenizer, config) != (None, None):
             raise refuse("tokenizer, config", (tokenizer, config), "None with an Engine")
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
-        self.lock = self.engine.lock
         limits = max_requests, max_waiting, stream_interval
         self._worker = AsyncWorker(self.engine, *limits, closes=not given)
         weakref.finalize(self, self._worker.stop, FINALIZERS_WAIT).atexit = False
@@ -100,6 +99,8 @@ class AsyncEngine(OneProcess):
         limits: Any = {"max_requests": max_requests, "max_waiting": max_waiting}
         return cls(model, tokenizer, config, **limits, stream_interval=stream_interval)
 
+    __reduce__ = not_copied
+
     async def __aenter__(self) -> AsyncEngine:
         return self
 
@@ -120,7 +121,7 @@ class AsyncEngine(OneProcess):
         begin first, equal ones in order. timeout: seconds after which a call that has not finished
         raises TimeoutError. Raises QueueFull at once where ``max_waiting`` calls wait.
         """
-        return await self._outputs(lambda e: e.prepare(prompts, params), priority, timeout)
+        return await self._outputs(lambda e: e.ready().requests(prompts, params), priority, timeout)
 
     async def score(
         self,
@@ -160,7 +161,7 @@ class AsyncEngine(OneProcess):
         An event has all tokens of its completion since the one before: who reads slowly gets fewer
         events, keeps nobody waiting, and nothing piles up. Leaving the loop aborts what is left.
         """
-        call = Call(lambda engine: engine.prepare(prompts, params), None, priority)
+        call = Call(lambda e: e.ready().requests(prompts, params), None, priority)
         self._queued(call, timeout)
         try:
             while events := await self._worker.answer(call):
@@ -171,7 +172,12 @@ class AsyncEngine(OneProcess):
 
     async def fingerprint(self) -> str:
         """As ``Engine.fingerprint``, between two steps, as are the following."""
-        return await self._asked(lambda engine: engine.fingerprint)
+
+        def digest(engine: Engine) -> str:
+            engine.tracker.check_model()
+            return engine.contract.fingerprint.digest
+
+        return await self._asked(digest)
 
     async def stats(self) -> EngineStats:
         """Sums over all passes so far; they stay as they are."""

@@ -14,13 +14,14 @@ from threading import Thread, current_thread
 from typing import Any
 
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.lock import LOOK
 from tinyspec.engine.results import EventStream, output_of
 from tinyspec.errors import QueueFull, refuse
 from tinyspec.model import openmp
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request
 
+# Seconds between two looks for room that calls of other threads have left.
+LOOK = 0.05
 # Of a call that has no requests, and waits for nobody.
 URGENT = -math.inf
 # By so many streams more each rests a step longer, at most so many: to tell one takes a tenth of a
@@ -55,10 +56,9 @@ class Call:
         requests = self.make(engine)
         for request in requests:
             request.priority = self.priority
+        engine.tracker.add(requests)
         if self.collect is None:
-            self.stream = engine.follow(requests)
-        else:
-            engine.tracker.add(requests)
+            self.stream = EventStream(requests, engine.tokenizer, engine.tracker, engine)
         for request in requests:
             request.thread = 0  # its code ends no worker
         self.requests = requests
@@ -133,9 +133,9 @@ class AsyncWorker:
         """The next one. Raises what ended the call, ValueError where no worker is left."""
         if call.error is not None:
             raise call.error
-        self._engine.lock.check_process()
+        self._engine.driver.check_process()
         call.future = future = asyncio.get_running_loop().create_future()
-        self._told.put(call)
+        self._tell(call)
         openmp.release()  # this thread waits for passes of another
         if self.stopped:
             future.cancel()
@@ -147,28 +147,35 @@ class AsyncWorker:
         call.ended = True
         if call.timer is not None:
             call.timer.cancel()
+        self._tell(call)
+
+    def _tell(self, call: Call | None) -> None:
         self._told.put(call)
+        self._engine.driver.post(bool)  # in case that it sleeps in the line
 
     def stop(self, seconds: float | None = None) -> None:
         """Fail the calls that are unfinished, and end the thread; wait for that, at most so many
-        ``seconds``, but not where the calling thread has the lock, which the worker may need."""
-        if self._engine.lock.forked:
+        ``seconds``, but not where the calling thread has the turn, which the worker may need."""
+        if self._engine.driver.forked:
             return
-        self._told.put(None)
-        if current_thread() is not self._thread and not self._engine.lock.mine:
+        self._tell(None)
+        if current_thread() is not self._thread and not self._engine.driver.in_turn:
             self._thread.join(seconds)
 
     def _work(self) -> None:
+        driver = self._engine.driver
         try:
+            asleep_at = None
             while self._take():
-                with self._engine.lock("generate"):
+                # Another thread may run the pass that it waits for.
+                with driver.turn("generate", lambda: True, asleep_at):
                     self._begin()
-                    self._step()
+                    asleep_at = driver.news if self._idles() else None
                     self._answer()
         finally:  # whatever a tokenizer raised, nobody waits for ever
             self.stopped = True
             self._take()
-            with self._engine.lock("generate"):
+            with driver.turn("generate"):
                 self._fail(self._calls, refuse("engine", "closed", "an engine that is open"))
                 self._answer()
             if self.closes:
@@ -203,12 +210,14 @@ class AsyncWorker:
             except BaseException as error:  # panics of Rust, as in a tokenizer, are no Exception
                 self._fail([call], error)
 
-    def _step(self) -> None:
-        if unfinished := [call for call in self._calls if call.unfinished]:
-            try:
-                self._engine.tracker.advance()
-            except BaseException as error:  # of no request: the engine's own
-                self._fail(unfinished, error)
+    def _idles(self) -> bool:
+        """Run a pass, if calls are unfinished; whether there was none to run for them."""
+        unfinished = [call for call in self._calls if call.unfinished]
+        try:
+            return bool(unfinished) and not self._engine.tracker.step()
+        except BaseException as error:  # of no request: the engine's own
+            self._fail(unfinished, error)
+            return False
 
     def _answer(self) -> None:
         """Tell every loop once what its tasks wait for: waking one takes longer than a token's
@@ -244,10 +253,10 @@ class AsyncWorker:
             error.__cause__ = cause
         for call in calls:
             call.error = error
-            self._engine.tracker.cancel(call.requests or [])
+            self._engine.tracker.drop(call.requests or [])
 
     def _forget(self, call: Call) -> None:
         """Abort what is unfinished."""
         self._calls.pop(call, None)
         self.waiting.discard(call)
-        self._engine.tracker.cancel(call.requests or [])
+        self._engine.tracker.drop(call.requests or [])

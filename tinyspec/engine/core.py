@@ -1,5 +1,5 @@
-"""One step: propose drafts, schedule a pass, launch it, fetch its results, commit. Knows no user
-and no text.
+"""One step: propose drafts, schedule a pass, launch it, fetch its results; then commit. Knows no
+user and no text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tinyspec.engine.drafter import Drafter, NgramDrafter, proposals
 from tinyspec.engine.in_flight import Comparison, InFlightPass, special_row
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
+from tinyspec.model.torch_settings import moved
 from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
@@ -66,11 +67,6 @@ class EngineCore:
         self._under_way: InFlightPass | None = None
         self._proposed = self._looked_up = 0
         self._asking = 0.0
-
-    @property
-    def drafts_by_user(self) -> bool:
-        """Whether drafts come from the user's drafter or model."""
-        return not isinstance(self.drafter, NgramDrafter | None)
 
     def propose(self) -> None:
         """Before a step: draft for sequences without drafts, their given tokens or what the drafter
@@ -125,22 +121,38 @@ class EngineCore:
         self._proposed += len(drafts)
         return len(drafts)
 
-    def step(self) -> None:
-        """Run one pass, in the state of ``runner.torch_state``, and commit what it found. With
-        ``overlap`` the pass after it is under way then."""
+    def begin(self) -> InFlightPass | None:
+        """Run one pass, in the state of ``runner.torch_state``, and wait for what it finds or
+        raises; with ``overlap`` the pass after it is under way then. None where there is nothing to
+        run."""
         began, own = time.perf_counter(), time.process_time()
-        done, committer = self._next(), self.committer
+        done = self._next()
         if done is None:
-            return
+            return None
+        done.began = began, own
         if self._overlap:
             self._under_way = self._look_ahead(done)
-        before = [] if self.trace is None else self.trace.before(done)
-        results = None
         try:
-            results = done.fetch()
-            committer.commit(done, results)
+            done.results = done.fetch()
         except Exception as error:
-            self._isolate_failure(done, error)
+            done.raised = error
+        return done
+
+    def finish(self, done: InFlightPass, sound: bool) -> None:
+        """Commit what a pass found, or find out whose error it raised; nothing of either unless it
+        is ``sound``."""
+        began, own = done.began
+        committer, results = self.committer, done.results if sound else None
+        before = [] if self.trace is None else self.trace.before(done)
+        if sound:
+            try:
+                if done.raised is not None:
+                    raise done.raised
+                assert results is not None
+                committer.commit(done, results)
+            except Exception as error:
+                self._isolate_failure(done, error)
+        done.raised = None  # its frames hold what is on the device
         seconds = time.perf_counter() - began
         if results is not None:  # a CPU is not charged with waiting for another process
             of_process = time.process_time() - own
@@ -232,7 +244,14 @@ class EngineCore:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
 
     def compute(self, launched: InFlightPass) -> Sampling:
-        """The forward, what is sampled from its logits, and decisions on drafts."""
+        """The forward, what is sampled from its logits, and decisions on drafts; and whether
+        settings were those of passes throughout."""
+        try:
+            return self._compute(launched)
+        finally:
+            launched.moved = moved(self.runner.device.type)
+
+    def _compute(self, launched: InFlightPass) -> Sampling:
         if launched.copies:
             self.runner.cache.copy_states(launched.copies)
         if launched.error is not None:

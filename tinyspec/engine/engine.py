@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import make_drafter
+from tinyspec.engine.driver import not_copied, takes_turn
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
-from tinyspec.engine.lock import OneProcess, locked
 from tinyspec.engine.request_tracker import ASKED, RequestTracker
 from tinyspec.engine.results import EventStream, output_of, scores_of
 from tinyspec.engine.trace import Trace
@@ -40,9 +40,10 @@ from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
+Make = Callable[[InputProcessor], list[Request]]
 
 
-class Engine(OneProcess):
+class Engine:
     """Generates from a loaded causal LM, by a copy of its modules over the same weights.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
@@ -103,7 +104,7 @@ class Engine(OneProcess):
         self.core = EngineCore(config, admission, runner, drafter, tokenizer, self._thinker)
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
-        self.lock = self.tracker.lock
+        self.driver = self.tracker.driver
         self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker)
         self._outputs: list[RequestOutput] = []
         flush()
@@ -128,6 +129,8 @@ class Engine(OneProcess):
         self._thinker.serve(served.root, self.runner.torch_state)
         return self._thinker.extra_modules
 
+    __reduce__ = not_copied
+
     def __enter__(self) -> Engine:
         return self
 
@@ -145,7 +148,7 @@ class Engine(OneProcess):
         Raises RuntimeError where code of the user's that a step calls asks for it.
         """
         if self.closed is None:
-            with self.lock("close"):
+            with self.driver.turn("close"):
                 self.tracker.close()
                 self.core.drain()
                 self.runner.release()
@@ -154,7 +157,6 @@ class Engine(OneProcess):
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
         self.tracker.refuse_closed()
-        self.tracker.apply_asked()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.drain()
@@ -196,7 +198,7 @@ class Engine(OneProcess):
             raise refuse("trace", False, "an engine with EngineConfig(trace=True)")
         return self.core.trace
 
-    @locked
+    @takes_turn
     def forget_plain(self) -> None:
         """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
         only pages of deterministic requests.
@@ -206,11 +208,23 @@ class Engine(OneProcess):
         self._refuse_unfinished("forget_plain")
         self.admission.prefix.drop_plain()
 
-    @locked
+    @takes_turn
+    def end_call(self, releases: bool) -> None:
+        """Where nothing is unfinished: ``forget_plain``, and ``release`` if ``releases``."""
+        if self.closed is None and not self.has_unfinished():
+            self.core.drain()
+            if releases:
+                self._give_back(1 if self._grows else self.pool.num_pages)
+            self.admission.prefix.drop_plain()
+
+    @takes_turn
     def reserve(self, num_pages: int) -> None:
         """Have a page pool of ``num_pages``, or as large as memory allows. A larger one is larger
         by a quarter at least, and new: what runs is computed again."""
         self.tracker.refuse_closed()
+        self._reserve(num_pages)
+
+    def _reserve(self, num_pages: int) -> None:
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             most = most_pages(self.config, self.served, self._states, self.runner.pages_taken)
@@ -224,7 +238,7 @@ class Engine(OneProcess):
         self.runner.release()
         self.pool.resize(num_pages)
 
-    @locked
+    @takes_turn
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
 
@@ -236,11 +250,11 @@ class Engine(OneProcess):
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        with self.lock("fingerprint"):
-            self.check_model()
+        with self.driver.turn("fingerprint"):
+            self.tracker.check_model()
             return self.contract.fingerprint.digest
 
-    @locked
+    @takes_turn
     def warm_up(self) -> None:
         """Prove now what requests would prove once it repays its time: every bucket that
         deterministic requests may use. Results are kept on disk.
@@ -248,12 +262,11 @@ class Engine(OneProcess):
         Raises ValueError while requests are unfinished, DeterminismError where none can be served.
         """
         self._refuse_unfinished("warm_up")
-        self.check_model()
-        with self.lock.step():  # hooks of the model run
-            self.contract.probe()
-            self.contract.ensure()
+        self.tracker.check_model()
+        self.contract.probe()
+        self.contract.ensure()
 
-    @locked
+    @takes_turn
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed engine, and what keeps the model as
@@ -274,15 +287,29 @@ class Engine(OneProcess):
 
         Raises ValueError naming the field, and DeterminismError, before anything runs.
         """
-        with self.lock("generate"):
-            requests = self.prepare(prompts, params)
-        return self.finish(requests, progress)
+        return self.outputs("generate", lambda inputs: inputs.requests(prompts, params), progress)
 
-    def finish(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        """Run what ``prepare`` or ``ready()`` made to its end; outputs in their order."""
-        self.tracker.run(requests, progress)
-        with self.lock("generate"):  # a tokenizer serves one thread at a time
+    @between_steps()
+    def outputs(self, what: str, make: Make, progress: bool = False) -> list[RequestOutput]:
+        """Outputs of the requests that ``make`` makes in a turn of the call ``what``, in their
+        order; progress and errors as of ``generate``."""
+        requests = self._queued(what, make)
+
+        def collect() -> list[RequestOutput]:
             return [output_of(request, self.tokenizer) for request in requests]
+
+        return self.tracker.run(requests, collect, progress)
+
+    @between_steps()
+    def events(self, what: str, make: Make) -> EventStream:
+        """As ``outputs``, committed tokens as they come."""
+        return EventStream(self._queued(what, make), self.tokenizer, self.tracker, self)
+
+    def _queued(self, what: str, make: Make) -> list[Request]:
+        with self.driver.turn(what):
+            requests = make(self.ready())
+            self.tracker.add(requests)
+        return requests
 
     def score(
         self, prompts: Any, continuations: Any, params: Params = None, progress: bool = False
@@ -295,9 +322,8 @@ class Engine(OneProcess):
 
         Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
         """
-        with self.lock("score"):
-            requests = self.ready().scored(prompts, continuations, params)
-        return scores_of(self.finish(requests, progress))
+        given = prompts, continuations, params
+        return scores_of(self.outputs("score", lambda inputs: inputs.scored(*given), progress))
 
     def replay(
         self, outputs: Sequence[RequestOutput], progress: bool = False
@@ -307,29 +333,14 @@ class Engine(OneProcess):
         A completion ends with the first token that differs from the given output's, with
         finish_reason "abort". ``tinyspec.audit`` compares the two. progress: as for ``generate``.
         """
-        with self.lock("replay"):
-            requests = self.ready().replayed(outputs)
-        return self.finish(requests, progress)
+        return self.outputs("replay", lambda inputs: inputs.replayed(outputs), progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
 
         Closing the stream aborts what is unfinished.
         """
-        with self.lock("stream"):
-            return self.follow(self.prepare(prompts, params))
-
-    @locked
-    def prepare(self, prompts: Any, params: Params = None) -> list[Request]:
-        """One checked request per prompt, for ``follow`` or ``run``; arguments and errors as
-        ``generate``."""
-        return self.ready().requests(prompts, params)
-
-    @locked
-    def follow(self, requests: list[Request]) -> EventStream:
-        """Queue what ``prepare`` made; committed tokens as they come."""
-        self.tracker.add(requests)
-        return EventStream(requests, self.tokenizer, self.tracker, self)
+        return self.events("stream", lambda inputs: inputs.requests(prompts, params))
 
     def add_request(
         self, prompt: Any, params: SamplingParams | None = None, priority: int = 0
@@ -337,18 +348,18 @@ class Engine(OneProcess):
         """Queue one prompt; the id under which ``step`` will report it. priority: the lowest of
         those that wait begin first. Raises as ``generate``."""
         order = checked_priority(priority)
-        with self.lock("add_request"):
+        with self.driver.turn("add_request"):
             (request,) = self.ready().requests([prompt], params)
             request.priority = order
             self.tracker.add([request])
             self.tracker.queued[request.request_id] = request
             return request.request_id
 
-    @locked
+    @takes_turn
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
         self.tracker.refuse_closed()
-        self.tracker.advance()
+        self.tracker.step()
         queued, unfinished = self.tracker.queued, self.tracker.requests
         for name in [each for each in queued if each not in unfinished]:
             request = queued.pop(name)  # what a tokenizer raises leaves the rest
@@ -359,20 +370,26 @@ class Engine(OneProcess):
     def abort(self, request_id: str) -> RequestOutput:
         """End a request, within a step with that; its output so far, with finish_reason "abort".
         Raises ValueError if no request of that id is unfinished."""
-        output = output_of(self.tracker.abort(request_id), self.tokenizer)
-        for completion in output.completions:
-            if completion.finish_reason is None:
-                completion.finish_reason, completion.error = "abort", ASKED
-        return output
+
+        def ended(request: Request) -> RequestOutput:
+            output = output_of(request, self.tokenizer)
+            for completion in output.completions:
+                if completion.finish_reason is None:  # the pass that this is called in ends it
+                    completion.finish_reason, completion.error = "abort", ASKED
+            return output
+
+        return self.tracker.abort(request_id, ended)
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to run or to return."""
         return self.tracker.has_unfinished() or bool(self._outputs)
 
-    @locked
-    def ready(self) -> InputProcessor:
-        """The maker of requests, after a check of engine, weights and memory."""
-        self.check_model()
-        if not (self._grows or self.runner.holds_memory or self.tracker.requests):
+    def ready(self, num_pages: int = 0) -> InputProcessor:
+        """The maker of requests, in a turn, after the look with which a submit begins; with room
+        for ``num_pages`` more, where memory allows."""
+        self.tracker.check_model()
+        if num_pages:
+            self._reserve(num_pages + self.pool.num_held)  # by calls of other threads
+        elif not (self._grows or self.runner.holds_memory or self.tracker.requests):
             self.pool.resize(most_pages(self.config, self.served, self._states))
         return self._inputs

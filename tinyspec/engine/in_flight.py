@@ -53,7 +53,11 @@ class InFlightPass:
     targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give; before:
     a pass whose results were not in, until this one has run, which takes tokens where they lie;
     moves, copies: of recurrent states, as of ``Checkpoints``; error: why it could not be packed.
-    settled: whether it was launched as all later ones of its shape will be.
+    settled: whether it was launched as all later ones of its shape will be. moved: a setting of
+    torch's that another thread has set since it was pinned for it.
+
+    For its commit: began: wall and process time at its begin. results, raised: what it found, or
+    raised.
     """
 
     work_pass: Pass
@@ -75,6 +79,10 @@ class InFlightPass:
     copies: list[tuple[int, int]] = field(default_factory=list)
     error: Exception | None = None
     settled: bool = True
+    moved: str | None = None
+    began: tuple[float, float] = (0.0, 0.0)
+    results: Sampled | None = None
+    raised: Exception | None = None
 
     @classmethod
     def of(cls, work_pass: Pass, admission: Admission) -> InFlightPass:

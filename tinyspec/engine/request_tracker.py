@@ -1,68 +1,70 @@
-"""Requests from submission to their end: queue them, and run steps for any thread.
+"""Requests from submission to their end: queue them, run passes for them, look at the model.
 
-Holds every unfinished request, and drops what was computed with weights that have changed since.
+Holds every unfinished request, and drops what was computed with a model that has changed since.
 What a request has got so far is in its sequences. Knows no text and no tensor.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.lock import StepLock
+from tinyspec.engine.driver import Driver
+from tinyspec.engine.in_flight import InFlightPass
 from tinyspec.errors import TinyspecError, named, refuse
 from tinyspec.interrupts import between_steps, flush
+from tinyspec.scheduler.passes import DRAFT
 from tinyspec.scheduler.request import Request, Sequence
 
-# Threads of libraries that touch no model.
-HARMLESS = ("TMonitor",)  # tqdm's
 ASKED = "engine.abort was called for it"
+# Passes in a row in which another thread may set a setting of the process.
+MOST_MOVED = 100
+T = TypeVar("T")
 
 
 class RequestTracker:
-    """Unfinished requests of one engine by id. The thread that holds ``lock`` steps for all:
-    requests of all threads share passes. queued: those that ``step`` reports at their end, by id.
-    closed: why nothing runs any more.
+    """Unfinished requests of one engine by id. The thread that has the turn of ``driver`` runs
+    passes for all: requests of all threads share them. queued: those that ``step`` reports at their
+    end, by id. closed: why nothing runs any more.
+
+    All but ``drive``, ``run``, ``cancel``, ``drop``, ``abort`` and ``weights_changed`` is to be
+    called in a turn.
     """
 
     def __init__(self, core: EngineCore, contract: Contract):
         self.requests: dict[str, Request] = {}
         self.queued: dict[str, Request] = {}
         self.closed: str | None = None
-        self.lock = StepLock()
+        self.driver = Driver()
         self._core, self._contract = core, contract
-        self._calls_user: set[str] = set()
-        self._threads = False
-        # To be aborted: streams that were collected, and what a step's own code asked for.
-        self._dropped: list[Request] = []
-        self._written = False
-
-    @property
-    def _in_step(self) -> bool:
-        """Whether the calling thread is within a step."""
-        return self.lock.mine and self.lock.in_step
+        self._dropped: set[str] = set()  # whose end was posted
+        self._changes = self._moved = 0
 
     def refuse_closed(self) -> None:
         """Raise ValueError for an engine that runs nothing."""
         if self.closed is not None:
             raise refuse("engine", self.closed, "an engine that is open")
 
-    def check_model(self) -> None:
-        """Compare the model with what it was at the last call.
+    # Looks at the model
 
-        Raises ValueError for an engine that is closed, and what keeps the model as it is now from
-        being served.
+    def check_model(self) -> None:
+        """The look with which a submit begins: compare the model with what it was, its digest
+        where there is one.
+
+        Raises ValueError for an engine that is closed, in a thread in which torch computes with
+        another number of threads than running requests of others, and what keeps the model as it is
+        now from being served.
         """
-        self.apply_asked()
         self.refuse_closed()
         self._refuse_other_number()
         self._refresh(digest=True)
@@ -70,49 +72,50 @@ class RequestTracker:
     def _refuse_other_number(self) -> None:
         """In a thread for which torch computes with another number of threads than before: raise
         ValueError where it is not the caller of requests whose bits depend on that number."""
-        if not (self.requests and self._contract.threads_changed):
-            return
-        threads = [request.thread for request in self._asking]
-        if threads and get_ident() not in threads:
+        callers, threads = [each.thread for each in self._asking], self._contract.threads
+        own = torch.get_num_threads()
+        if callers and get_ident() not in callers and threads not in (None, own):
             raise ValueError(
-                f"torch computes with {torch.get_num_threads()} threads in this thread of Python, "
+                f"torch computes with {own} threads in this thread of Python, "
                 "and with another number in those whose deterministic requests are unfinished; "
                 "call torch.set_num_threads with the same number in all that use the engine"
             )
 
+    def _look(self) -> bool:
+        """The look with which passes begin, and which stands between what one has found and its
+        commit: whether the model is as it was at the last look, and nobody has said otherwise.
+        Where not, what was computed is dropped."""
+        before = self._changes
+        self.driver.apply_posts()
+        if self._contract.changed():
+            with suppress(TinyspecError, ValueError):  # which every request was told
+                self._refresh(digest=False)
+        return self._changes == before
+
     def _refresh(self, digest: bool) -> None:
         try:
-            with self.lock.step():  # a new copy runs the model's hooks
-                what = self._contract.refresh(digest)
-        except Exception as error:  # none is made of the model as it is now
-            self._core.admission.forget_pages()
+            what = self._contract.refresh(digest)
+        except Exception as error:  # there is no copy of the model as it is now
+            self._changes += 1
             self._abort(self.requests.values(), _told(error))
+            self._core.admission.forget_pages()
             raise
         if what is not None:
             self._start_again(what)
 
-    def weights_changed(self) -> None:
-        """Weights were written; within a step it takes effect at its end."""
-        if self._in_step:
-            self._written = True
-            return
-        with self.lock("weights_changed"):
-            self._refresh(digest=False)
-            self._contract.weights_changed()
-            self._start_again("the weights")
-
     def _start_again(self, what: str) -> None:
         """Drop everything computed with the model as it was; ``what`` changed.
 
-        Plain requests and those without tokens continue with the model as it is. A deterministic
-        one that has tokens is aborted.
+        A deterministic request of which anything is committed is aborted; the others continue with
+        the model as it is.
         """
+        self._changes += 1
+        begun = [request for request in self._asking if request.begun]
+        self._abort(begun, f"{what} changed while it was running")
         self._core.admission.forget_pages()
         self._core.runner.prepacked.forget()
         if self._core.committer.thinker is not None:
             self._core.committer.thinker.forget_states()
-        begun = [r for r in self._asking if any(s.num_generated for s in r.sequences)]
-        self._abort(begun, f"{what} changed while it was running")
         for request in self.requests.values():
             request.forget_prompt()
         self._ensure()
@@ -135,37 +138,54 @@ class RequestTracker:
         for request in self.requests.values():
             request.fingerprint = fingerprint.with_tokenizer(request.tokenizer)
 
-    def _check_before_pass(self, called: bool = True) -> None:
-        """Compare the model with what it was: all of it where code of the user's was ``called``."""
-        contract = self._contract
-        if contract.changed() if called else contract.threads_changed:
-            with suppress(TinyspecError, ValueError):  # which every request was told
+    def weights_changed(self) -> None:
+        """Weights were written: what was computed with them is dropped by the next turn, or look of
+        this one. Raises ValueError for an engine that is closed."""
+        self.driver.check_process()
+        self.refuse_closed()
+        self.driver.post(self._written)
+
+    def _written(self) -> None:
+        if self.closed is None:
+            with suppress(TinyspecError, ValueError):  # of a model that is another altogether
                 self._refresh(digest=False)
+            self._contract.weights_changed()
+            self._start_again("the weights")
+
+    # Requests
 
     def add(self, requests: list[Request]) -> None:
-        """Begin requests; DeterminismError if the contract cannot be kept."""
-        with self.lock("generate"):
-            self.refuse_closed()  # since they were prepared
-            fingerprint = self._contract.known_fingerprint
-            if any(request.params.deterministic for request in requests):
-                with self.lock.step():
-                    self._contract.ensure()
-                fingerprint = self._contract.fingerprint
-            for request in requests:
-                known = fingerprint and fingerprint.with_tokenizer(request.tokenizer)
-                request.fingerprint, request.thread = known, get_ident()
-                self.requests[request.request_id] = request
-                if request.params.logits_processors or request.params.stopping_criteria:
-                    self._calls_user.add(request.request_id)
-                for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
-                    self._core.admission.add(sequence)
+        """Queue requests, after a look in this turn. DeterminismError, and nothing is queued, if
+        the contract cannot be kept."""
+        fingerprint = self._contract.known_fingerprint
+        if any(request.params.deterministic for request in requests):
+            self._contract.ensure()
+            fingerprint = self._contract.fingerprint
+        for request in requests:
+            request.fingerprint = fingerprint and fingerprint.with_tokenizer(request.tokenizer)
+            request.thread = get_ident()
+            self.requests[request.request_id] = request
+            self.driver.news += 1
+            for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
+                self._core.admission.add(sequence)
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests that were made in another turn; as ``check_model`` and ``add``."""
+        with self.driver.turn("generate"):
+            self.check_model()
+            self.add(requests)
 
     @between_steps()
     def run(
-        self, requests: list[Request], progress: bool = False, until_abort: bool = False
-    ) -> None:
-        """Run ``requests`` to their end, or ``until_abort`` of one, which ends the others.
-        progress: show a bar of finished completions."""
+        self,
+        requests: list[Request],
+        then: Callable[[], T],
+        progress: bool = False,
+        until_abort: bool = False,
+    ) -> T:
+        """Run requests that were queued to their end, or ``until_abort`` of one, which ends the
+        others; what ``then`` returns in the same turn. progress: show a bar of finished
+        completions."""
         sequences = [sequence for request in requests for sequence in request.sequences]
 
         def done() -> bool:
@@ -176,128 +196,172 @@ class RequestTracker:
         # A bar that is not shown would all the same start tqdm's thread.
         shown = tqdm(total=len(sequences), unit="completion", delay=2.0) if progress else None
         with shown or nullcontext():
+
+            def show() -> None:
+                if shown is not None:
+                    shown.update(sum(s.finished for s in sequences) - shown.n)
+
             try:
-                self.add(requests)
-                self.run_until(done, sequences, shown)
+                return self.drive("generate", done, then, show)
             finally:
                 self.cancel(requests)
 
-    def run_until(
-        self, done: Callable[[], bool], sequences: Iterable[Sequence] = (), bar: Any = None
-    ) -> None:
-        """Run steps until ``done``, for all threads; one that has something else to do gets in
-        between. bar: shows how many of ``sequences`` have finished."""
-        while not done():
-            # The state is set once for all steps: none of the caller's code runs between them.
-            with self.lock("generate", done), self._core.runner.torch_state():
-                called = True
-                while not (done() or (self.lock.wanted and not called)):
-                    self.advance(called)
-                    called = False
-                    if bar is not None:
-                        bar.update(sum(s.finished for s in sequences) - bar.n)
-                    flush()
+    def drive(
+        self,
+        what: str,
+        done: Callable[[], bool],
+        then: Callable[[], T],
+        after_pass: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Run passes for all until ``done``, and return what ``then`` does in the same turn.
 
-    def advance(self, called: bool = True) -> None:
-        """Run one step, and forget the requests that it finished; to call with ``lock``. called:
-        whether the caller has run code of its own since the last step."""
-        self.apply_asked()
-        self._refuse_other_number()
+        Another thread gets the turn after any pass where it wants more than passes; and where there
+        is nothing to run this one sleeps until there may be."""
+        asleep_at = None
+        while True:
+            with self.driver.turn(what, done, asleep_at):
+                with self._passes():
+                    asleep_at, idle = None, False
+                    while not (done() or idle or self.driver.wanted):
+                        idle = not self.run_pass()
+                        after_pass()
+                        flush()
+                if done():
+                    return then()
+                if idle:
+                    asleep_at = self.driver.news
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """A block of passes in one turn: on as many of torch's threads as the deterministic
+        requests were submitted under, and after a look."""
+        own, threads = torch.get_num_threads(), self._contract.threads
+        if not self._asking or threads is None or threads == own:
+            threads = own
+        if threads != own:
+            torch.set_num_threads(threads)
+        try:
+            self._look()
+            with self._core.runner.torch_state():
+                yield
+        finally:
+            if own != threads == torch.get_num_threads():
+                torch.set_num_threads(own)
+
+    def step(self) -> bool:
+        """One pass, in a turn; whether there was one."""
+        with self._passes():
+            return self.run_pass()
+
+    def run_pass(self) -> bool:
+        """Run one pass, commit what it found, and forget the requests that it finished; whether
+        there was one. Raises what a caller's own code means for it: an exit or an interrupt."""
         core, contract = self._core, self._contract
-        called |= core.drafts_by_user or self._runs_user_code()
-        with core.runner.torch_state(again=called):
-            begun = time.perf_counter()
-            with self.lock.step():
-                core.propose()
-            self._check_before_pass(called)
-            written = len(contract.written)
+        with core.runner.torch_state():
+            begun, written = time.perf_counter(), len(contract.written)
             try:
-                with self.lock.step():
-                    core.step()
+                core.propose()
+                done = core.begin()
+                if done is not None:
+                    core.finish(done, self._is_sound(done))
             except BaseException:  # all running sequences are computed again
                 core.admission.preempt_all()
                 raise
             finally:
                 self._finish()
-            with self.lock.step():
-                sound = len(contract.written) == written
-                if sound and core.table.any("deterministic"):  # prove what makes them faster
-                    seconds = time.perf_counter() - begun
-                    sound = contract.prove_repaid(seconds, core.scheduler.accepted())
-                if not sound:
-                    self._ensure()
+            if done is None:
+                return False
+            self.driver.news += 1
+            sound = len(contract.written) == written
+            if sound and core.table.any("deterministic"):  # prove what makes them faster
+                seconds = time.perf_counter() - begun
+                sound = contract.prove_repaid(seconds, core.scheduler.accepted())
+            if not sound:
+                self._ensure()
+            return True
 
-    def _runs_user_code(self) -> bool:
-        """Whether code of the user's may have run since the last call: callbacks of requests, hooks
-        and modules, other threads. Not seen are signal handlers and finalizers."""
-        before, self._threads = self._threads, other_threads()  # one may have ended meanwhile
-        self._calls_user &= self.requests.keys()
-        return bool(self._calls_user) or self._contract.runs_user_code or self._threads or before
+    def _is_sound(self, done: InFlightPass) -> bool:
+        """Whether what a pass found may be committed, or its error blamed on a request: nothing
+        that bits depend on has changed since. Where it has, everything is computed again."""
+        final = done.alive & (done.works.kinds != DRAFT)
+        asks = np.count_nonzero(self._core.table.deterministic[done.works.rows[final]])
+        if not asks and done.raised is None:
+            return True
+        if not self._look():
+            return False
+        if done.moved is None:
+            self._moved = 0
+            return True
+        self._moved += 1
+        if self._moved > MOST_MOVED:
+            why = f"torch's {done.moved} was set by others in each of {MOST_MOVED} passes"
+            self._abort(self._asking, why)
+        self._core.admission.preempt_all()
+        return False
 
     def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
-        """After ``core.committer.supply``, with ``lock``: those of ``sequences`` that have a reason
-        end with it."""
+        """After ``core.committer.supply``: those of ``sequences`` that have a reason end with
+        it."""
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason:
                 self._core.committer.end(sequence, reason)
         self._finish()
 
     def _finish(self) -> None:
-        """After a step: forget the requests that it finished, and do what its own code asked
-        for."""
-        for sequence in self._core.committer.take_ended():
-            request = sequence.request
-            if self._written and request.params.deterministic:  # its last tokens are of both
-                sequence.finish_reason = "abort"
-                sequence.error = "the weights changed while it was running"
-            if request.finished:
-                self._remove(request)
-        self.apply_asked()
+        """After a pass: forget the requests that it finished, and do what was posted."""
+        ended = self._core.committer.take_ended()
+        if self._contract.digests and any(sequence.deterministic for sequence in ended):
+            before = self._changes
+            with suppress(TinyspecError, ValueError):
+                self._refresh(digest=True)
+            if self._changes > before:
+                for sequence in ended:
+                    if sequence.deterministic:
+                        sequence.finish_reason = "abort"
+                        sequence.error = "the weights changed while it was running"
+        for sequence in ended:
+            if sequence.request.finished:
+                self._remove(sequence.request)
+        self.driver.apply_posts()
 
     def has_unfinished(self) -> bool:
         """Whether requests are unfinished, or finished and not reported."""
-        dropped = {request.request_id for request in tuple(self._dropped)}
-        return bool(self.queued or self.requests.keys() - dropped)
+        return bool(self.queued or self.requests.keys() - self._dropped)
 
-    def abort(self, request_id: str) -> Request:
-        """End one request; ValueError if none of that id is unfinished. Within a step it ends with
-        that."""
-        within = self._in_step
-        with nullcontext() if within else self.lock("abort"):
+    def abort(self, request_id: str, then: Callable[[Request], T]) -> T:
+        """End one request, within a pass with that; what ``then`` makes of it. ValueError if none
+        of that id is unfinished."""
+        within = self.driver.in_turn
+        with nullcontext() if within else self.driver.turn("abort"):
             request = self.requests.get(request_id)
-            if request is None or request in self._dropped:
+            if request is None or request_id in self._dropped:
                 raise refuse("request_id", request_id, "the id of an unfinished request")
             self.queued.pop(request_id, None)
             if within:
-                self._dropped.append(request)
+                self.drop([request])
             else:
                 self._abort([request], ASKED)
-            return request
+            return then(request)
 
     def cancel(self, requests: list[Request]) -> None:
         """Abort those of ``requests`` that are unfinished; nothing else reports them."""
-        if any(map(self._unfinished, requests)):
-            with self.lock("abort"):
+        if self.driver.in_turn:
+            self.drop(requests)
+        elif any(map(self._unfinished, requests)):
+            with self.driver.turn("abort"):
                 self._abort(requests)
 
     def drop(self, requests: list[Request]) -> None:
-        """As ``cancel``, at any line of any thread, as finalizers are: by the next call or step."""
-        self._dropped += filter(self._unfinished, requests)
+        """As ``cancel``, at any line of any thread, as finalizers are: by the next turn or look."""
+        if unfinished := list(filter(self._unfinished, requests)):
+            self._dropped.update(request.request_id for request in unfinished)
+            self.driver.post(partial(self._abort, unfinished, ASKED))
 
     def close(self) -> None:
         """Abort all; no request can be added any more."""
         self.closed = "closed"
         self.queued.clear()
         self._abort(self.requests.values(), "the engine was closed")
-
-    def apply_asked(self) -> None:
-        """Do what was asked for where it could not be done, within a step or by a finalizer; to
-        call with ``lock``."""
-        while self._dropped:
-            self._abort([self._dropped.pop()], ASKED)
-        if self._written:
-            self._written = False
-            self.weights_changed()
 
     def _unfinished(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request
@@ -312,6 +376,8 @@ class RequestTracker:
 
     def _remove(self, request: Request) -> None:
         self.requests.pop(request.request_id, None)
+        self._dropped.discard(request.request_id)
+        self.driver.news += 1
         if not self.requests:
             self._core.runner.prepacked.forget()
 
@@ -319,14 +385,3 @@ class RequestTracker:
 def _told(error: Exception) -> str:
     known = isinstance(error, TinyspecError)
     return str(error) if known else named(error)
-
-
-def other_threads() -> bool:
-    """Whether there is another Python thread that may run code of the user's."""
-    if threading.active_count() == 1:
-        return False
-    own = get_ident()
-    return any(
-        thread.ident != own and type(thread).__name__ not in HARMLESS
-        for thread in threading.enumerate()
-    )

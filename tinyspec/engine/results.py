@@ -171,9 +171,7 @@ class EventStream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._events:
-            self._tracker.run_until(self._ready)
-            with self._tracker.lock("stream"):
-                self._look()
+            self._tracker.drive("stream", self._ready, self._look)
             if not (self._events or self._open):
                 raise StopIteration
         return self._events.popleft()
@@ -227,10 +225,9 @@ class EventStream(Iterator[StreamEvent]):
                 del self._open[sequence]
 
     def new_events(self) -> list[StreamEvent] | None:
-        """What there is now, without running the engine: None where there is nothing yet, an empty
-        list where nothing will come."""
-        with self._tracker.lock("stream"):
-            self._look()
+        """What there is now, in a turn and without running the engine: None where there is nothing
+        yet, an empty list where nothing will come."""
+        self._look()
         events = list(self._events)
         self._events.clear()
         return None if not events and self._open else events

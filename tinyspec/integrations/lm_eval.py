@@ -81,10 +81,8 @@ class TinyspecLM(HFLM):
         targets = [continuation for *_, continuation in requests]
         prompts = [ids[: -len(target)] for ids, target in zip(whole, targets, strict=True)]
         tops = [int(texts is not None) for texts, *_ in requests]
-        with engine.lock("score"):
-            params = [SamplingParams(top_logprobs=top) for top in tops]
-            scored = engine.ready().scored(prompts, targets, params)
-        outputs = engine.finish(scored, progress=not disable_tqdm)
+        given = prompts, targets, [SamplingParams(top_logprobs=top) for top in tops]
+        outputs = engine.outputs("score", lambda inputs: inputs.scored(*given), not disable_tqdm)
         totals = [sum(logprobs) for logprobs in scores_of(outputs)]
         return list(zip(totals, [_is_greedy(o.completions[0]) for o in outputs], strict=True))
 

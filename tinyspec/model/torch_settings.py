@@ -208,3 +208,9 @@ def pinned(device_type: str) -> Iterator[None]:
             _Pinned.threads -= 1
             if not _Pinned.threads:
                 _restore(shared, _Pinned.before)
+
+
+def moved(device_type: str) -> str | None:
+    """After a pass: the first setting that has another value than in passes."""
+    settings = (*_of_process(), *_of_thread(device_type))
+    return next((name for name, get, _, value in settings if get() != value), None)

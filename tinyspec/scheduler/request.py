@@ -340,6 +340,14 @@ class Request:
             self.thoughts.forget()
 
     @property
+    def begun(self) -> bool:
+        """Whether anything of it is committed: tokens, log-probabilities of the prompt, or thoughts
+        about it."""
+        found = self.thoughts is not None and bool(self.thoughts.found)
+        scored = any(value is not None for value in self.prompt_logprobs)
+        return found or scored or any(s.num_generated for s in self.sequences)
+
+    @property
     def num_prompt(self) -> int:
         return len(self.prompt)
 

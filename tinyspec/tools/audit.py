@@ -13,6 +13,7 @@ from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.results import text_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput, Thought
@@ -82,9 +83,9 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
     for output in outputs:
         if not isinstance(output, RequestOutput):
             raise refuse("outputs", output, "RequestOutputs")
-    engine.check_model()
-    fingerprint = engine.fingerprint
-    obstacles = [next(_obstacles(output, engine), None) for output in outputs]
+    with engine.driver.turn("audit"):
+        inputs, fingerprint = engine.ready(), engine.contract.fingerprint.digest
+        obstacles = [next(_obstacles(output, engine, inputs), None) for output in outputs]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
     entries = []
@@ -101,7 +102,7 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
     return AuditReport(fingerprint, entries)
 
 
-def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Obstacle]:
+def _obstacles(output: RequestOutput, engine: Engine, inputs: InputProcessor) -> Iterator[Obstacle]:
     """What keeps an output from being replayed: no engine writes it, another one did, or this one
     does not take its request."""
     params, prompt, parts = output.params, output.prompt_token_ids, output.fingerprint_parts
@@ -111,7 +112,7 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Obstacle]:
     ):
         lie = f"its fingerprint_parts do not give its fingerprint {shown(output.fingerprint)}"
         yield DIFFERS, lie
-    if (reason := other_engine(output, engine)) is not None:
+    if (reason := other_engine(output, engine, inputs)) is not None:
         yield NOT_COMPARABLE, reason
     if not params.deterministic:
         yield NOT_COMPARABLE, "it is plain: it was not asked to be deterministic"
@@ -119,16 +120,16 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Obstacle]:
         if not callable(function):
             yield NOT_COMPARABLE, f"only the name of the function {function} is known"
     try:
-        engine.prepare([prompt], [params])
+        inputs.requests([prompt], [params])
     except ValueError as error:
         yield NOT_COMPARABLE, f"this engine refuses it: {error}"
 
 
-def other_engine(output: RequestOutput, engine: Engine) -> str | None:
+def other_engine(output: RequestOutput, engine: Engine, inputs: InputProcessor) -> str | None:
     """Why this engine would give the output another fingerprint; None where it gives this one."""
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(engine.ready().tokenizer_parts(output.params))
+        own = own.with_tokenizer(inputs.tokenizer_parts(output.params))
     if identical(stated, own.digest):
         return None
     if stated is None:

@@ -114,8 +114,7 @@ def doctor(
     if isinstance(model_or_engine, Engine):
         if config is not None:
             raise refuse("config", config, "None for an engine, which has its own config")
-        with model_or_engine.lock("doctor"), at_once():
-            return _examine(model_or_engine, fresh, begun)
+        return _examine(model_or_engine, fresh, begun)
     try:
         engine = Engine(model_or_engine, config=config)
     except TinyspecError as error:
@@ -127,7 +126,13 @@ def doctor(
 
 
 def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
-    engine.check_model()
+    with engine.driver.turn("doctor"), at_once():
+        found = _found(engine, fresh)
+    return _report(engine.model, begun, **found)
+
+
+def _found(engine: Engine, fresh: bool) -> dict[str, Any]:
+    engine.tracker.check_model()
     contract, config = engine.contract, engine.config
     if engine.has_unfinished() and (fresh or contract.results is None):
         raise refuse("engine", "busy", "an engine without unfinished requests")
@@ -143,8 +148,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         sizes = contract.buckets.sizes
         plans = {rows: _plan(contract.buckets, config, rows) for rows in sizes}
         found = {"plans": plans, "fingerprint": contract.fingerprint.digest}
-    found |= {"facts": contract.results, "eager": eager, "kv_dtype": config.kv_dtype}
-    return _report(engine.model, begun, **found)
+    return found | {"facts": contract.results, "eager": eager, "kv_dtype": config.kv_dtype}
 
 
 def _plan(buckets: Buckets, config: EngineConfig, rows: int) -> str:

@@ -1,0 +1,196 @@
+"""Who uses an engine: one thread at a time has the turn, everybody else posts or waits for it.
+
+With ``async_worker`` the only file that knows of threads. Ctrl-C takes effect between passes:
+SIGINT is held back in the main thread from before it asks for the turn until after it has given it
+up. ``THREADS.md`` tells what each caller may do where. Knows no requests and no model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from queue import Empty, SimpleQueue
+from threading import Lock, get_ident
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from tinyspec.errors import refuse
+from tinyspec.interrupts import between_steps, flush, waking
+from tinyspec.model import openmp
+
+
+class _Waiter:
+    """A thread in the line. ready: whether it wants more than passes, which another thread may run
+    for it meanwhile. asleep_at: ``news`` when there was nothing to run for it. given: it has the
+    turn. bell: wakes it."""
+
+    def __init__(self, ready: Callable[[], bool], asleep_at: int | None):
+        self.ready, self.asleep_at, self.thread = ready, asleep_at, get_ident()
+        self.given = False
+        self.bell: SimpleQueue[None] = SimpleQueue()
+
+
+class Driver:
+    """news: counts what may have given sleepers something to run."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._posts: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._lock = Lock()  # for the few lines that change what follows
+        self._owner: int | None = None
+        self._line: list[_Waiter] = []
+        self.news = 0
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a fork of the process that made the engine."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise ValueError in a forked process: threads and locks of the parent are not there, and
+        OpenMP and CUDA do not work on."""
+        if self.forked:
+            raise refuse(
+                "engine",
+                f"one of process {self._process}",
+                "in a forked process its threads are missing; make an engine of its own in a "
+                'process started by the "spawn" method',
+            )
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the calling thread has the turn: it may post, and not wait."""
+        return self._owner == get_ident() and not self.forked
+
+    # Posting
+
+    def post(self, what: Callable[[], object]) -> None:
+        """Let ``what`` be done in the next turn, or by the next look of this one; at any line of
+        any thread, as of finalizers and signal handlers."""
+        self._posts.put(what)
+        self._wake()
+
+    def apply_posts(self) -> None:
+        """To call in the turn."""
+        with suppress(Empty):
+            while True:
+                self._posts.get_nowait()()
+
+    def _wake(self) -> None:
+        """Let a sleeper see what was posted. Where the lock is held, its holder does this."""
+        while self._owner is None and self._line and not self._posts.empty():
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                if self._owner is None and self._line:
+                    self.news += 1
+                    self._hand_to(self._line[0])
+            finally:
+                self._lock.release()
+
+    # Waiting
+
+    @contextmanager
+    def turn(
+        self, what: str, ready: Callable[[], bool] | None = None, asleep_at: int | None = None
+    ) -> Iterator[None]:
+        """A block in which no other thread uses the engine.
+
+        what: the call that needs it. ready: of one who wants passes alone: whether it has more to
+        do than to run them; called in other turns. asleep_at: sleep until there is other ``news``.
+        Raises ValueError in a forked process, RuntimeError naming ``what`` where the calling thread
+        has the turn.
+        """
+        self.check_process()
+        if self.in_turn:
+            raise RuntimeError(
+                f"{what} was called from within a step of the same engine (by a logits processor, "
+                "criterion, drafter or hook); only abort and weights_changed may be called there"
+            )
+        with between_steps():
+            self._take(ready or _always, asleep_at)
+            try:
+                self.apply_posts()
+                yield
+            finally:
+                try:
+                    self.apply_posts()
+                finally:
+                    self._give(news=ready is None)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another thread waits that wants more than passes; asked in the turn."""
+        return any(each.asleep_at != self.news and each.ready() for each in tuple(self._line))
+
+    def _take(self, ready: Callable[[], bool], asleep_at: int | None) -> None:
+        with self._lock:
+            if self._owner is None and asleep_at != self.news:
+                self._owner = get_ident()
+                return
+            waiter = _Waiter(ready, asleep_at)
+            self._line.append(waiter)
+        self._wake()
+        try:
+            openmp.release()  # the workers that it has begun would spin beside those of others
+            while not waiter.given:
+                flush()
+                with waking(waiter.bell):
+                    waiter.bell.get()
+        except BaseException:
+            with self._lock:
+                if not waiter.given:
+                    self._line.remove(waiter)
+            if waiter.given:
+                self._give(news=False)
+            raise
+
+    def _give(self, news: bool) -> None:
+        """To the first that wants more than passes, or else to the first that is awake."""
+        with self._lock:
+            self.news += news
+            self._owner = None
+            awake = [waiter for waiter in self._line if waiter.asleep_at != self.news]
+            if awake:
+                self._hand_to(next((each for each in awake if each.ready()), awake[0]))
+        self._wake()
+
+    def _hand_to(self, waiter: _Waiter) -> None:
+        self._line.remove(waiter)
+        self._owner, waiter.given = waiter.thread, True
+        waiter.bell.put(None)
+
+
+def _always() -> bool:
+    return True
+
+
+class Driven(Protocol):
+    """What threads share by its ``driver``."""
+
+    driver: Driver
+
+
+S = TypeVar("S", bound=Driven)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """``method`` in a turn of its own."""
+
+    @wraps(method)
+    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.driver.turn(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def not_copied(self: object) -> tuple[object, ...]:
+    """The ``__reduce__`` of what belongs to one model and one process."""
+    raise TypeError(
+        f"{type(self).__name__} cannot be copied or pickled: it belongs to one model and one "
+        "process; make another where it is needed"
+    )
