@@ -148,8 +148,8 @@ def bench_step(
     assert record.rows == {"prompt": 0, "decode": sequences, "draft": 0, "verify": 0}
     assert record.canonical == (kind == "deterministic")
     assert record.committed == sequences
-    with engine.lock("bench"), engine.runner.torch_state():
-        held = _thread_seconds(engine.step, steps)
+    with engine.driver.turn("bench"), engine.runner.torch_state():
+        held = _thread_seconds(engine.tracker.run_pass, steps)
     for number in numbers:
         output = engine.abort(number)
         assert set(output.completions[0].token_ids) == {0}

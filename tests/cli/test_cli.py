@@ -165,15 +165,15 @@ def test_a_turn_starts_from_the_pages_of_those_before(capsys):
 def test_ctrl_c_ends_the_answer_alone(served, capsys, monkeypatch):
     chat = Chat(served[0], SamplingParams(max_new_tokens=9, ignore_eos=True))
     steps = []
-    advance = served[0].tracker.advance
+    run_pass = served[0].tracker.run_pass
 
-    def interrupted(called):
+    def interrupted():
         steps.append(0)
         if len(steps) == 3:
             raise KeyboardInterrupt
-        advance(called)
+        return run_pass()
 
-    monkeypatch.setattr(served[0].tracker, "advance", interrupted)
+    monkeypatch.setattr(served[0].tracker, "run_pass", interrupted)
     told = chat.take("What is 1 + 2?")
     assert 0 < sum(len(event.token_ids) for event in told) < 9
     assert told[-1].finish_reason is None

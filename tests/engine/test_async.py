@@ -190,15 +190,15 @@ def test_what_is_refused_is_its_callers(served, expected):
 
 
 def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, monkeypatch):
-    step = served.engine.core.step
+    step = served.engine.core.begin
 
     def fails():
-        monkeypatch.setattr(served.engine.core, "step", step)
+        monkeypatch.setattr(served.engine.core, "begin", step)
         raise MemoryError("no memory")
 
     async def main():
         events, _ = await begun(served)
-        monkeypatch.setattr(served.engine.core, "step", fails)
+        monkeypatch.setattr(served.engine.core, "begin", fails)
         with pytest.raises(MemoryError):
             await collect(events)
         return bits(await one(served, *REQUESTS[1]))

@@ -64,7 +64,7 @@ FORMS = {
 
 @pytest.mark.parametrize("prompts, expected", FORMS.values(), ids=FORMS)
 def test_forms(engine, prompts, expected):
-    assert [request.prompt for request in engine.prepare(prompts, SHORT)] == expected
+    assert [request.prompt for request in engine.ready().requests(prompts, SHORT)] == expected
 
 
 @pytest.mark.parametrize("prompt", [FORMS["one tensor"][0], encoded(PROMPTS[:1]), PROMPTS[0]])
@@ -169,7 +169,7 @@ def test_chats(chats, more, text):
     """As a mapping, alone or in a list beside other prompts; all that takes prompts takes it."""
     chat = {"messages": USER, **more}
     for given in (chat, [chat], [chat, "flips", USER]):
-        first, *_ = chats.prepare(given, SHORT)
+        first, *_ = chats.ready().requests(given, SHORT)
         assert chats.tokenizer.decode(first.prompt) == text
     assert chats.score([chat], ["x"]) == chats.score([text], ["x"])
 

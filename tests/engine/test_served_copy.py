@@ -263,10 +263,10 @@ def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):
         expected = bits(engine.generate([LONG], params)[0])
         embeds = model.get_input_embeddings()(torch.tensor(LONG)).detach()
         for others in ([], crowd):
-            requests = engine.prepare([[0] * 40, *others], params)
+            requests = engine.ready().requests([[0] * 40, *others], params)
             requests[0].embeds, requests[0].num_hidden = embeds, 40
-            for _ in engine.follow(requests):
-                pass
+            engine.tracker.submit(requests)
+            engine.tracker.run(requests, bool)
             (sequence,) = requests[0].sequences
             assert [(sequence.tokens[40:], sequence.logprobs, sequence.finish_reason)] == expected
             assert sequence.stats.cached_prompt_tokens == 0

@@ -95,7 +95,7 @@ class Soak:
             rng.choice((self.change, self.release, self.abort, self.fail))(rng)
 
     def change(self, rng):
-        with self.engine.lock("soak"):
+        with self.engine.driver.turn("soak"):
             seed = self.has["engine"] = rng.choice(given.OF_THE_ENGINE)
             self.served.load_state_dict(self.judge.truth.weights[seed])
         self.judge.counts["weight changes"] += 1

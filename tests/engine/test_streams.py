@@ -112,7 +112,8 @@ def test_memory_of_what_is_handed_over(monkeypatch):
         own, caller = engine.runner.torch_state.stream.own, recorder.current
         (request,) = engine.ready().requests([[1, 2, 3]], params)
         request.keeps = frozenset({"scores", "logits"})
-        engine.tracker.run([request])
+        engine.tracker.submit([request])
+        engine.tracker.run([request], bool)
         (sequence,) = request.sequences
         for tensor in (*sequence.scores, *sequence.logits):
             assert recorder.kept[tensor.data_ptr()] == [caller]
@@ -120,7 +121,8 @@ def test_memory_of_what_is_handed_over(monkeypatch):
         given = torch.randn(3, engine.model.config.hidden_size)
         (request,) = engine.ready().requests([[0, 0, 0]], params)
         request.embeds = given
-        engine.tracker.run([request])
+        engine.tracker.submit([request])
+        engine.tracker.run([request], bool)
         assert recorder.kept[given.data_ptr()] == [own]
 
 

@@ -25,10 +25,10 @@ def params(deterministic=True, new=NEW):
 
 def begin(engine, ids, **settings):
     """Requests that wait for their tokens, and their sequences."""
-    requests = engine.prepare(ids, params(**settings))
+    requests = engine.ready().requests(ids, params(**settings))
     for request in requests:
         request.supplied = True
-    engine.tracker.add(requests)
+    engine.tracker.submit(requests)
     return [request.sequences[0] for request in requests]
 
 
@@ -42,11 +42,11 @@ def supply(engine, sequences, disturb=lambda step: None):
     """Greedy tokens to the end, by the logits that all wait with, which are returned."""
     seen = []
     for step in range(NEW):
-        engine.tracker.run_until(
-            lambda: all(s.next_logits is not None or s.finished for s in sequences)
+        engine.tracker.drive(
+            "test", lambda: all(s.next_logits is not None or s.finished for s in sequences), bool
         )
         disturb(step)
-        with engine.lock("test"), engine.runner.torch_state():
+        with engine.driver.turn("test"), engine.runner.torch_state():
             assert all(s.next_logits is not None for s in sequences)
             seen.append(torch.stack([s.next_logits for s in sequences]))
             tokens = seen[-1].argmax(-1).tolist()

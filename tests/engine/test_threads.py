@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, SamplingParams
-from tinyspec.engine.lock import StepLock
+from tinyspec.engine.driver import Driver
 
 THREADS = 4
 SETTINGS = {"page_size": 8, "num_pages": 120}
@@ -166,31 +167,33 @@ def test_a_forked_process_is_told(engine):
         lambda: asyncio.run(served.generate([[1, 2]])),
         lambda: asyncio.run(served.abort("request-0")),
     )
-    with engine.lock("test"):
+    with engine.driver.turn("test"):
         assert signals.told_in_a_fork(*calls) == len(calls)
     assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
 
 
-def test_a_thread_with_another_number_of_torchs_threads_is_told(engine, expected):
-    """Instead of ending the requests of others, whose bits depend on that number."""
-    refused = []
+def test_a_thread_with_another_number_of_torchs_threads(engine, expected):
+    """A submit of it is refused, instead of ending requests of others, whose bits depend on that
+    number; passes that it runs have theirs, and it has its own afterwards."""
+    refused, found = [], {}
 
     def other():
         torch.set_num_threads(2)
-        for call in (lambda: engine.generate([[1, 2]]), engine.step):
-            with pytest.raises(ValueError, match="torch computes with 2 threads") as refusal:
-                call()
-            refused.append(refusal)
+        with pytest.raises(ValueError, match="torch computes with 2 threads") as refusal:
+            engine.generate([[1, 2]])
+        refused.append(refusal)
+        while engine.has_unfinished():
+            found.update({output.request_id: output for output in engine.step()})
+        assert torch.get_num_threads() == 2
 
-    first, second = REQUESTS[0]
-    with engine.stream(*map(list, zip(first, second, strict=True))) as events:
-        next(events)
-        thread = Thread(target=other)
-        thread.start()
-        thread.join(PATIENCE)
-        torch.set_num_threads(1)  # of threads to come, too
-        assert all(event.finish_reason != "abort" for event in events)
-    assert len(refused) == 2 and bits_of(run(engine, REQUESTS[0])) == expected[0]
+    ids = [engine.add_request(*request) for request in REQUESTS[0]]
+    engine.step()
+    thread = Thread(target=other)
+    thread.start()
+    thread.join(PATIENCE)
+    torch.set_num_threads(1)  # of threads to come, too
+    assert refused and bits_of([found[number] for number in ids]) == expected[0]
+    assert bits_of(run(engine, REQUESTS[0])) == expected[0]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -225,7 +228,7 @@ def test_a_stream_that_is_dropped_in_a_step(engine):
     """By a thread that waits for nobody, as finalizers are; its requests end with that step."""
     stream = engine.stream([[1, 2]], LONG)
     next(stream)
-    with engine.lock("test"), engine.lock.step():
+    with engine.driver.turn("test"):
         thread = Thread(target=stream.__del__)
         thread.start()
         thread.join(PATIENCE)
@@ -274,29 +277,109 @@ def test_a_step_may_not_be_entered_from_within(engine, expected, where):
     assert bits_of(run(engine, REQUESTS[0])) == expected[0]
 
 
-# The lock
+# The driver
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_ctrl_c_at_any_call_leaves_no_lock_held(waits, sigint):
+def test_ctrl_c_at_any_call_leaves_no_turn_held(waits, sigint):
     """Another thread always gets it afterwards."""
-    lock = StepLock()
+    driver = Driver()
     for number in range(1, 26):
         with ThreadPoolExecutor(1) as pool:
             entered, leave = Event(), Event()
 
             def hold(entered=entered, leave=leave):
-                with lock("test"):
+                with driver.turn("test"):
                     entered.set()
                     leave.wait(0.02)
 
             held = pool.submit(hold) if waits else None
             if waits:
                 entered.wait(PATIENCE)
-            with suppress(KeyboardInterrupt), signals.interrupt_at_call(number), lock("test"):
-                pass
+            with suppress(KeyboardInterrupt), signals.interrupt_at_call(number):
+                with driver.turn("test"):
+                    pass
             leave.set()
             if held is not None:
                 held.result(PATIENCE)
             pool.submit(hold).result(PATIENCE)
-        assert not lock.mine and not lock._waiting
+        assert not driver.in_turn and not driver._line
+
+
+class Line:
+    """Threads that ask ``driver`` for the turn one after the other; order: in which they had it."""
+
+    def __init__(self):
+        self.driver, self.order, self.threads = Driver(), [], []
+
+    def wait(self, name, *how):
+        def work():
+            with self.driver.turn(name, *how):
+                self.order.append(name)
+
+        self.threads.append(Thread(target=work, daemon=True))
+        self.threads[-1].start()
+        while len(self.driver._line) < len(self.threads):
+            time.sleep(0.001)
+
+    def post(self):
+        self.driver.post(lambda: self.order.append("posted"))
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(PATIENCE)
+        return self.order
+
+
+def test_turns_come_in_the_order_in_which_they_were_asked_for():
+    """Behind what was posted; who wants passes alone comes last."""
+    line = Line()
+    with line.driver.turn("test"):
+        line.wait("passes", lambda: False)
+        line.wait("first")
+        line.wait("second")
+        line.post()
+    assert line.join() == ["posted", "first", "second", "passes"]
+
+
+@pytest.mark.parametrize("news", ["a post", "a turn"])
+def test_a_sleeper_wakes_for_news_alone(news):
+    line = Line()
+    line.wait("sleeper", lambda: False, line.driver.news)
+    with line.driver.turn("passes that ran nothing", lambda: True):
+        pass
+    time.sleep(0.01)
+    assert not line.order
+    if news == "a post":
+        line.post()
+    else:
+        with line.driver.turn("another call"):
+            line.order.append("posted")
+    assert line.join() == ["posted", "sleeper"]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_ctrl_c_wakes_who_waits(raises, sigint):
+    """Where its handler raises, the turn goes to the next; where not, it waits on."""
+    line, seen = Line(), []
+    with signals.handled_by(signals.RAISE if raises else lambda *_: seen.append(1)):
+        entered, leave = Event(), Event()
+
+        def hold():
+            with line.driver.turn("test"):
+                entered.set()
+                signals.interrupt_main_thread()
+                leave.wait(0.05 if not raises else PATIENCE)
+
+        thread = Thread(target=hold)
+        thread.start()
+        entered.wait(PATIENCE)
+        try:
+            with line.driver.turn("main"):
+                assert not raises
+        except KeyboardInterrupt:
+            assert raises
+        leave.set()
+        thread.join(PATIENCE)
+    with line.driver.turn("free again"):
+        assert seen == [1] * (not raises)

@@ -4,6 +4,7 @@ and forks."""
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,6 +28,13 @@ def handled_by(handler: Handler = RAISE) -> Iterator[None]:
 def interrupt() -> None:
     """Ctrl-C, now."""
     signal.raise_signal(SIGINT)
+
+
+def interrupt_main_thread() -> None:
+    """Ctrl-C, as a terminal sends it: to the main thread, from another one."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, SIGINT)
 
 
 def handler() -> Any:

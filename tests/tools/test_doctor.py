@@ -178,7 +178,7 @@ def test_requests_of_other_threads_wait(monkeypatch):
 
         def probes(*_):
             futures.append(pool.submit(engine.generate, *given))
-            while not (engine.lock.wanted or futures[0].done()):
+            while not (engine.driver.wanted or futures[0].done()):
                 time.sleep(0.001)
             assert not futures[0].done()
             raise DeterminismError("enough")
