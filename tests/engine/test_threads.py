@@ -368,10 +368,12 @@ def test_ctrl_c_wakes_who_waits(raises, sigint):
         def hold():
             with line.driver.turn("test"):
                 entered.set()
+                while not line.driver._line:
+                    time.sleep(0.001)
                 signals.interrupt_main_thread()
-                leave.wait(0.05 if not raises else PATIENCE)
+                leave.wait(PATIENCE if raises else 0.05)
 
-        thread = Thread(target=hold)
+        thread = Thread(target=hold, daemon=True)
         thread.start()
         entered.wait(PATIENCE)
         try:
