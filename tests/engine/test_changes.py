@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -138,10 +139,15 @@ USUAL = (
 @pytest.mark.parametrize("change", each(FOLLOWED, *USUAL), **NAME)
 @pytest.mark.parametrize("place", RUNNING, **NAME)
 def test_a_change_under_a_running_request(place, change):
-    """It is aborted with tokens of the old model alone; who waits has the bits of the new one."""
-    (before, _), old = fresh(change, False)
+    """It is aborted with tokens of the old model alone; who waits has the bits of the new one. But
+    another number of threads, between steps: they run on the number of their submit."""
+    (before, other), old = fresh(change, False)
     (_, after), new = fresh(change, True)
     first, second = place(model_for(change), change)
+    if (place, change) == (between_steps, changes.threads):
+        assert [bits(first), bits(second)] == [before, other]
+        assert torch.get_num_threads() == 1 and {first.fingerprint, second.fingerprint} == {old}
+        return
     (tokens, logprobs, reason), (expected, its_logprobs, _) = bits(first)[0], before[0]
     assert reason == "abort" and "changed while it was running" in first.completions[0].error
     assert 0 < len(tokens) < TOKENS
@@ -266,9 +272,11 @@ def test_weights_that_lie_otherwise_have_another_fingerprint():
         assert fingerprints[0] == fingerprints[1] != engine.fingerprint
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_the_changed_model():
-    """Half of the prompt has run when the weights change; no token is there yet."""
-    prompt, params = PROMPT * 6, asking(prompt_logprobs=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_log_probabilities_of_a_prompt_are_those_of_one_model(deterministic):
+    """Half of the prompt has run when the weights change; no token is there yet. A deterministic
+    request of which something is committed ends, a plain one begins again."""
+    prompt, params = PROMPT * 6, replace(asking(prompt_logprobs=True), deterministic=deterministic)
     changed = tiny()
     halved(changed)
     found = []
@@ -284,7 +292,11 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_changed_model():
         halved(model)
         (output,) = drain(engine).values()
     before, after = found
-    assert output.fingerprint == after.fingerprint
-    assert repr(output.prompt_logprobs) == repr(after.prompt_logprobs)
+    if deterministic:
+        (completion,) = output.completions
+        assert completion.finish_reason == "abort" and not completion.token_ids
+        assert completion.error == "the weights changed while it was running"
+    else:
+        assert repr(output.prompt_logprobs) == repr(after.prompt_logprobs)
     # Control: the two models differ where the first half had been computed.
     assert before.prompt_logprobs[1] != after.prompt_logprobs[1]
