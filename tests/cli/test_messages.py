@@ -43,7 +43,7 @@ def test_one_line(command, tmp_path, monkeypatch, arguments, complaint):
 
 
 def test_unexpected_errors_are_one_line_too(command, served, monkeypatch):
-    monkeypatch.setattr(served[0], "follow", Mock(side_effect=RuntimeError("something\nelse")))
+    monkeypatch.setattr(served[0], "events", Mock(side_effect=RuntimeError("something\nelse")))
     told = "tinyspec: RuntimeError: something else (--debug shows the traceback)\n"
     assert command("generate", "Once") == (2, "", told)
     with pytest.raises(RuntimeError, match="something"):

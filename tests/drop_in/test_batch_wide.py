@@ -204,9 +204,9 @@ def test_rows_that_do_not_all_fit(limits, named, caplog):
         assert model.generate.stats().committed == 5 * NEW
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_weights_that_change_while_rows_wait_for_others(deterministic):
-    """No logits of the weights before are among the first ones that the code sees."""
+def test_weights_that_change_while_rows_wait_for_others():
+    """No logits of the weights before are among the first ones that the code of deterministic rows
+    sees."""
     model, given, found, left = zoo.tiny("llama"), block(ROWS), [], [-1]
 
     def negate(module, args, output):
@@ -219,9 +219,9 @@ def test_weights_that_change_while_rows_wait_for_others(deterministic):
     with patched(model, replace(SMALL, max_rows=16, prefix_cache=False)):
         for passes in (-1, 2, -1):
             matchers, left[0] = Matchers(5), passes
-            settings = {"deterministic": deterministic, "max_new_tokens": 2}
+            settings = {"deterministic": True, "max_new_tokens": 2}
             generate(model, given, logits_processor=[matchers], **settings)
             found.append(matchers.scores[0])
     before, changed, after = found
     assert torch.allclose(before, -after, atol=1e-4)
-    assert (torch.equal if deterministic else torch.allclose)(changed, after)
+    assert torch.equal(changed, after)
