@@ -126,10 +126,13 @@ def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -
     raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')
 
 
-def proposals(drafter: Drafter, histories: list[Any], n: int) -> list[list[int] | Exception]:
-    """What ``drafter`` proposes for each; what it raised for one alone stands in its place."""
+def proposals(
+    drafter: Drafter, histories: list[Any], n: int, thread: int | None = None
+) -> list[list[int] | Exception]:
+    """What ``drafter`` proposes for each; what it raised for one alone stands in its place. thread:
+    whose it is."""
     try:
-        with callers_modes():
+        with callers_modes(thread):
             given = drafter.propose(histories, n)
         found: list[list[int] | Exception] = [[index(token) for token in each] for each in given]
         if len(found) != len(histories):
@@ -137,5 +140,5 @@ def proposals(drafter: Drafter, histories: list[Any], n: int) -> list[list[int] 
     except Exception as error:
         if len(histories) == 1:
             return [error]
-        return [proposals(drafter, [history], n)[0] for history in histories]
+        return [proposals(drafter, [history], n, thread)[0] for history in histories]
     return found
