@@ -34,16 +34,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=args.dtype).eval()
     engine = Engine(model, config=EngineConfig(drafter="ngram"))
-    drafter = engine.core.drafter
     random = np.random.default_rng(0)
     prompts = random.integers(5, model.config.vocab_size, (SEQUENCES, PROMPT)).tolist()
     lengths = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
     params = [SamplingParams(**lengths, temperature=2.0, seed=n) for n in range(SEQUENCES)]
 
     def call(drafts: bool) -> np.ndarray:
-        engine.core.drafter = drafter if drafts else None
         began = time.perf_counter(), time.process_time()
-        engine.generate(prompts, params)
+        requests = engine.prepare(prompts, params)
+        for request in requests if not drafts else ():
+            request.drafter = None
+        engine.finish(requests, progress=False)
         return np.array([time.perf_counter() - began[0], time.process_time() - began[1]])
 
     for _ in range(WARM):

@@ -5,6 +5,8 @@ import ctypes
 import hashlib
 import json
 import shutil
+from importlib import import_module
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -87,7 +89,7 @@ def digests(root):
 
 
 def test_what_the_digests_see(tmp_path):
-    """The fingerprint's what decides bits, wherever it is installed; the key of results all."""
+    """The fingerprint's those that decide bits, wherever installed; the key of results all."""
     copy = tmp_path / "one"
     for name in SEEN:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -105,10 +107,70 @@ def test_what_the_digests_see(tmp_path):
     assert digests(copy)["passes"] != own["passes"]
 
 
+@pytest.mark.parametrize("file, owner, names", fingerprint.NAMES)
+def test_what_is_named_is_there(file, owner, names):
+    """To be imported, too: no name is one of a time before."""
+    module = import_module(f"tinyspec.{file.removesuffix('.py').replace('/', '.')}")
+    for name in names.split():
+        attrgetter(f"{owner}.{name}".lstrip("."))(module)
+
+
+# In a file of the package, a text and what takes its place.
+MOVES_BITS = {
+    "the constant of the noise": ("scheduler/request.py", "_GOLDEN = 0x9E37", "_GOLDEN = 0x9E39"),
+    "the noise": ("scheduler/request.py", "x ^= x >> 31", "x ^= x >> 30"),
+    "a filter": ("scheduler/request.py", "params.min_p) or 0.0", "params.min_p) or 0.5"),
+    "tokens of a state": ("config.py", "STATE_TILE = 8", "STATE_TILE = 16"),
+    "how far a stop string reaches": (
+        "engine/stop_strings.py",
+        "for stop in stops) + 1",
+        "for stop in stops)",
+    ),
+    "the end": (
+        "engine/commit.py",
+        'sequence.finish_reason = "stop"',
+        'sequence.finish_reason = "end"',
+    ),
+    "a property": ("sampling_params.py", "if self.ignore_eos else", "if not self.ignore_eos else"),
+}
+MOVES_NONE = {
+    "a page": ("config.py", "(128 if cpu else 64)", "(64 if cpu else 64)"),
+    "a text": ("scheduler/request.py", '"""64-bit noise key', '"""A noise key'),
+    "a comment": ("scheduler/request.py", "x ^= x >> 31", "x ^= x >> 31  # the last\n"),
+    "a type": ("scheduler/request.py", "index: int) -> int:", "index: Any) -> Any:"),
+    "another constant": ("scheduler/buckets.py", "MOST_DRAFTS = 16", "MOST_DRAFTS = 12"),
+    "a drafter": (
+        "engine/drafter.py",
+        "SHARE, TRIAL, REMEMBERS = 0.02",
+        "SHARE, TRIAL, REMEMBERS = 0.03",
+    ),
+    "the order of pages": ("scheduler/prefix_cache.py", "digest_size=16", "digest_size=20"),
+}
+
+
+@pytest.mark.parametrize("what", [*MOVES_BITS, *MOVES_NONE])
+def test_code_by_name(tmp_path, what):
+    """Of other wings the fingerprint holds what bits depend on, and nothing else."""
+    file, before, after = {**MOVES_BITS, **MOVES_NONE}[what]
+    root = shutil.copytree(PACKAGE, tmp_path / "copy", ignore=lambda *_: {"tools", "__pycache__"})
+    own, text = fingerprint.code.__wrapped__(root), (root / file).read_text()
+    assert own == fingerprint.code() and text.count(before) == 1
+    (root / file).write_text(text.replace(before, after))
+    assert (fingerprint.code.__wrapped__(root) != own) == (what in MOVES_BITS)
+
+
+def test_a_name_that_is_gone_is_an_error(tmp_path):
+    root = shutil.copytree(PACKAGE, tmp_path / "copy", ignore=lambda *_: {"tools", "__pycache__"})
+    text = (root / "scheduler/request.py").read_text()
+    (root / "scheduler/request.py").write_text(text.replace("def noise_key", "def key"))
+    with pytest.raises(KeyError, match="noise_key"):
+        fingerprint.code.__wrapped__(root)
+
+
 def test_the_fingerprint_holds_it(monkeypatch):
     found = []
-    for digest in (fingerprint.code_digest, fingerprint.code_digest, lambda *_: "other code"):
-        monkeypatch.setattr(fingerprint, "code_digest", digest)
+    for digest in (fingerprint.code, fingerprint.code, lambda *_: "other code"):
+        monkeypatch.setattr(fingerprint, "code", digest)
         with Engine(tiny(), config=EngineConfig(linear="never")) as engine:
             found.append(engine.fingerprint)
     assert found[0] == found[1] != found[2]

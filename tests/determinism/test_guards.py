@@ -247,8 +247,11 @@ def test_the_remedy_helps():
         assert ends(engine, EXACT).finish_reason == "length"
 
 
-def test_a_write_that_the_proof_does_not_see_ends_the_request(monkeypatch):
-    with engine_of(model_with(partial(Counts, add_later)), max_rows=16) as engine:
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_write_that_the_proof_does_not_see_ends_the_request(monkeypatch, verify):
+    """Later ones are refused, also where every call finds by digests what the passes wrote."""
+    settings = {"max_rows": 16, "verify_weights": verify}
+    with engine_of(model_with(partial(Counts, add_later)), **settings) as engine:
         assert ends(engine, EXACT).finish_reason == "length"
         monkeypatch.setitem(globals(), "WRITES", [True])
         completion = ends(engine, EXACT)

@@ -179,3 +179,53 @@ def test_unpatch_while_a_call_runs(other_thread):
         assert call.result(PATIENCE) == expected
     assert portrait(model) == before and engine.closed is not None
     assert greedy(model, PROMPT, 40) == expected
+
+
+class Drafts:
+    """Of one call: keeps what it is asked for, gives the call of another thread time to come, and
+    drafts what ``truth`` has, or raises."""
+
+    def __init__(self, truth, other=None):
+        self.truth, self.other, self.asked = truth, other, []
+        self.begun = threading.Event()
+
+    def propose(self, sequences, n):
+        self.begun.set()
+        self.asked += map(list, sequences)
+        if self.other is not None:
+            self.other.begun.wait(0.05)
+        if self.truth is None:
+            raise LookupError("no idea")
+        return [self.truth[len(sequence) :][:n] for sequence in sequences]
+
+
+@pytest.mark.parametrize("truth", [[], None], ids=["silent", "raises"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_drafter_is_of_one_call(truth, deterministic):
+    """Calls of two threads share passes, each has its own: what one raises ends no other's rows."""
+    prompts, count = [PROMPT, random_ids(9, 1)], (200, 5)
+    settings = {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": PAD}
+
+    def answer(n, drafter=None):
+        given = {"assistant_model": drafter, "deterministic": deterministic, **settings}
+        found = model.generate(torch.tensor([prompts[n]]), max_new_tokens=count[n], **given)
+        return found.sequences[0].tolist(), torch.cat(found.logits)
+
+    with patched(tiny()) as model:
+        expected = [answer(n) for n in range(2)]
+        other = Drafts(truth)
+        drafter = Drafts(expected[0][0], other)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(answer, 0, drafter)
+            assert drafter.begun.wait(PATIENCE)
+            if truth is None:
+                with pytest.raises(LookupError, match="no idea"):
+                    answer(1, other)
+                assert not call.done(), "it ended before the other began"
+            else:
+                assert answer(1, other)[0] == expected[1][0]
+            tokens, logits = call.result(PATIENCE)
+        for one, prompt in zip((drafter, other), prompts, strict=True):
+            assert one.asked and all(ids[: len(prompt)] == prompt for ids in one.asked)
+        assert tokens == expected[0][0]
+        assert not deterministic or torch.equal(logits, expected[0][1])

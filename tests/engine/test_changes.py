@@ -260,6 +260,25 @@ def test_writes_through_data(told):
     assert (found == answers(model)) == (told != "nobody")
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_writes_to_a_buffer_through_data(served):
+    """Buffers count as weights do, also those that no checkpoint has: what was computed from them,
+    for requests before or as the engine was made, is computed again."""
+    model = tiny()
+    before, old = answers(model)
+    with engine_of(model, verify_weights=True) as engine:
+        if served:
+            first = engine.generate([PROMPT, OTHER], asking())
+            assert ([bits(output) for output in first], first[0].fingerprint) == (before, old)
+        model.model.rotary_emb.inv_freq.data.mul_(0.5)
+        outputs = engine.generate([PROMPT, OTHER], asking())
+        found = [bits(output) for output in outputs], outputs[0].fingerprint
+        assert engine.fingerprint == found[1], "nothing has changed since"
+    after, new = answers(model)
+    assert found == (after, new)
+    assert before != after and old != new, "the change matters"
+
+
 def test_weights_that_lie_otherwise_have_another_fingerprint():
     """Products of a weight that lies column by column may have other bits."""
     model = tiny()

@@ -78,6 +78,39 @@ def test_plain_requests_keep_their_tokens(style, drafter):
         assert stats.rolled_back > 5
 
 
+class Counts(Knows, drafter.NgramDrafter):
+    """Sums up what it is told."""
+
+    def __init__(self, texts):
+        Knows.__init__(self, texts)
+        drafter.NgramDrafter.__init__(self)
+        self.told = [0, 0]
+
+    def account(self, record, proposed, accepted, *given):
+        self.told = [self.told[0] + proposed, self.told[1] + accepted]
+        super().account(record, proposed, accepted, *given)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_drafter_is_told_of_its_own_drafts(deterministic):
+    """Of two whose requests share passes, and of one request that has none."""
+    asked, params = zip(*requests(deterministic=deterministic)[:3], strict=True)
+    settings = {"drafter": "ngram", "verify": "always", "prefix_cache": False}
+    with steady(model_of("as is"), **settings) as engine:
+        truths = [p + t for p, t in zip(asked, tokens(engine.generate(asked, params)), strict=True)]
+        wrong = [[*truths[1][:-12], *truths[0][-12:]]]
+        drafters = Counts(truths), Counts(wrong), None
+        requested = engine.prepare(asked, params)
+        for request, one in zip(requested, drafters, strict=True):
+            request.drafter = one
+        outputs = engine.finish(requested, False)
+    assert tokens(outputs) == [t[len(p) :] for p, t in zip(asked, truths, strict=True)]
+    for one, output in zip(drafters[:2], outputs, strict=False):
+        stats = output.completions[0].stats
+        assert one.told[1] > 0 and (deterministic or one.told == [stats.drafted, stats.accepted])
+    assert drafters[0].told[0] == drafters[0].told[1] and drafters[1].told[0] > drafters[1].told[1]
+
+
 def time_of(text, verified=False, asking=0.0):
     """Of passes of one sequence that becomes ``text``, proposals looked up, over those without.
     verified: in canonical passes, of which there is one size. asking: what a look takes, in

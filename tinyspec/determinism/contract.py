@@ -183,8 +183,11 @@ class Contract:
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            if before not in (None, self._digest()):
-                return WEIGHTS
+            if before != self._digest():
+                if not self.written:  # by passes, which write again
+                    self.weights_changed()
+                    self._digest()
+                return WEIGHTS if before is not None else what
         return what
 
     def _follow_process(self) -> str | None:
@@ -198,6 +201,7 @@ class Contract:
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
+        self._runner.drop_graphs()
         self._weights_digest = None
         if self._served.follow_weights() and (found := layouts(self._model)) != self._layouts:
             self._layouts = found

@@ -6,11 +6,14 @@ page size, pool size).
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Collection
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.determinism.environment import canary, driver, environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened, weight_parts
 from tinyspec.determinism.model_state import function_settings, functions, tensors
-from tinyspec.determinism.results import code_digest
+from tinyspec.determinism.results import PACKAGE, code_digest
 from tinyspec.model.checksum import checksum
 from tinyspec.model.linears import KernelLinear, SharedLinear, linear_shape
 from tinyspec.model.moe import kernel_experts
@@ -32,6 +35,31 @@ from tinyspec.model.torch_state import without_modes
 
 # The wings that decide what a pass computes; the twins are part of kernels.
 WINGS = ("kernels", "model", "runner")
+# Fields of syntax trees that no bit depends on.
+TYPES = ("annotation", "returns")
+# And what decides tokens, log-probabilities or ends elsewhere, one by one: file, class or none, and
+# names. README.md says why these, and why no others.
+NAMES = (
+    ("config.py", "", "STATE_TILE"),
+    ("sampling_params.py", "SamplingParams", "eos_ids stop_ids filtered changes_logits"),
+    ("sampling_params.py", "SamplingParams", "structure checks_text"),
+    ("scheduler/request.py", "", "_GOLDEN _MASK noise_key"),
+    ("scheduler/request.py", "Sequence", "sampling enter"),
+    ("scheduler/request.py", "Request", "__post_init__"),
+    ("scheduler/sequence_table.py", "SequenceTable", "stops_at"),
+    ("scheduler/checkpoints.py", "Checkpoints", "move"),
+    ("scheduler/thoughts.py", "Thoughts", "end added"),
+    ("engine/core.py", "EngineCore", "_samples"),
+    ("engine/in_flight.py", "", "special_row"),
+    ("engine/commit.py", "Committer", "_commit_newest _append_one_by_one _finish stops"),
+    ("engine/stop_strings.py", "", "reach decoded first_stop"),
+    ("engine/grammars.py", "", "MOST_STATES"),
+    ("engine/grammars.py", "Reader", "__init__ read next _sound"),
+    ("engine/grammars.py", "Grammar", "allowed _read _reader"),
+    ("engine/grammars.py", "Grammars", "of _compile"),
+    ("engine/spelling.py", "", "IN_FRONT vocabulary Spelling"),
+    ("drop_in/run.py", "WideRows", "_sample _note_ends"),
+)
 
 
 class ExtraModules(NamedTuple):
@@ -95,6 +123,36 @@ def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     """None where a tensor lies row by row: other products of it have other bits."""
     return None if tensor.is_contiguous() else tensor.stride()
+
+
+@cache
+def code(root: Path = PACKAGE) -> str:
+    """Digest of the package's code at ``root`` that bits depend on: files of the ``WINGS``, and
+    ``NAMES`` without comments, docstrings, types and places. Raises KeyError for a name that is
+    not there."""
+    found: list[Any] = [code_digest(*WINGS, root=root)]
+    for file, owner, names in NAMES:
+        known = _defined(ast.parse((root / file).read_bytes()))
+        known = _defined(known[owner]) if owner else known
+        found += [(file, owner, name, _plain(known[name])) for name in names.split()]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _defined(within: Any) -> dict[str, Any]:
+    """The statements of a module or class that define names, by these."""
+    targets = [(x, node) for node in within.body for x in (node, *getattr(node, "targets", ()))]
+    return {getattr(x, "name", getattr(x, "id", "")): node for x, node in targets}
+
+
+def _plain(node: Any) -> Any:
+    """Of a statement, its parts; Python's own dump of them differs from version to version."""
+    if isinstance(node, list):
+        texts = (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in node)
+        return [_plain(x) for x, is_text in zip(node, texts, strict=True) if not is_text]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(k, v) for k, v in ast.iter_fields(node) if v not in (None, []) and k not in TYPES]
+    return [type(node).__name__, *((key, _plain(value)) for key, value in fields)]
 
 
 def _versions(device: torch.device) -> dict[str, str | None]:
@@ -167,7 +225,7 @@ def fingerprint(
         "modules": functions(model),
         "settings": function_settings(model, ignored),
         "attention": _attention(model),
-        "code": DIGEST + code_digest(*WINGS)[:32],
+        "code": DIGEST + code()[:32],
         "canary": DIGEST + canary(model, config.reference_rows),
     }
     return Fingerprint(shortened(parts))

@@ -73,7 +73,7 @@ def new_requests(
     engine: Engine, call: Call, drafter: Drafter | None, wide: WideRows | None = None
 ) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once; none where ``wide``
-    rows do not all fit. drafter: the engine's from now on."""
+    rows do not all fit. drafter: theirs."""
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts.each, call.params, strict=True):
@@ -96,10 +96,10 @@ def new_requests(
         call.draw_seeds()
         ids = [p.ids or [0] * len(p) for p in call.prompts.each]
         requests = inputs.of_ids(ids, call.params)
-        engine.core.drafter = drafter
     for request, prompt in zip(requests, call.prompts.each, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps, request.supplied = call.keeps, wide is not None
+        request.drafter = drafter
     return requests
 
 

@@ -7,6 +7,7 @@ log-probabilities. Knows no device.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ class Committer:
     """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts.
 
     record: of the latest pass, which counts what is committed. looked_up: its accepted tokens that
-    a drafter proposed. ended: sequences that finished, and were not taken.
+    drafters proposed, by the drafter. ended: sequences that finished, and were not taken.
     """
 
     admission: Admission
@@ -40,7 +41,7 @@ class Committer:
     runner: ModelRunner
     thinker: Thinker | None = None
     record: TokenCounts = field(default_factory=TokenCounts)
-    looked_up: int = 0
+    looked_up: Counter[int] = field(default_factory=Counter)
     ended: list[Sequence] = field(default_factory=list)
     _raised: BaseException | None = None
 
@@ -60,7 +61,7 @@ class Committer:
         Raises what a thinking block raised, and afterwards what a criterion raised but Exceptions.
         """
         table, works = self.table, done.works
-        self.record, self.looked_up = done.record, 0
+        self.record, self.looked_up = done.record, Counter()
         ends = self._think(done)
         alive = done.alive
         for result in found.special.values():
@@ -162,7 +163,10 @@ class Committer:
         record.accepted += int(accepted.sum())
         record.rolled_back += int(dropped.sum())
         record.rollbacks += int((dropped > 0).sum())
-        self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
+        if table.any("drafter"):
+            looked = zip(table.drafter[rows].tolist(), accepted * table.proposed[rows], strict=True)
+            for number, count in looked:
+                self.looked_up[number] += int(count)
         self._finish(rows, ended)
         unfinished = table.generation_id[rows] > 0
         # The newest draft was not known to be none when the decision was made.

@@ -51,12 +51,11 @@ class EngineCore:
         config: EngineConfig,
         admission: Admission,
         runner: ModelRunner,
-        drafter: Drafter | None,
         tokenizer: Any,
         thinker: Thinker | None,
     ):
         self.admission, self.table, self.stats = admission, admission.table, admission.stats
-        self.runner, self.drafter, self.thinker = runner, drafter, thinker
+        self.runner, self.thinker = runner, thinker
         self.scheduler = Scheduler(config, admission, runner.buckets)
         self.sampler = Sampler(runner.kernels)
         self.committer = Committer(admission, tokenizer, runner, thinker)
@@ -65,22 +64,34 @@ class EngineCore:
         self.records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
         self._overlap = config.overlap
         self._under_way: InFlightPass | None = None
-        self._proposed = self._looked_up = 0
-        self._asking = 0.0
+        self._proposed = 0
+        # Of the latest ``propose``: each drafter, its drafts, and seconds that they took.
+        self._asked: dict[int, tuple[Drafter, int, float]] = {}
+
+    @property
+    def drafters(self) -> dict[int, Drafter]:
+        """Of the running requests that may be drafted for, by their numbers in the table."""
+        table, rows = self.table, self.table.rows
+        if not table.any("drafter"):
+            return {}
+        found = dict(zip(table.drafter[rows].tolist(), rows.tolist(), strict=True))
+        return {n: table.sequences[row].request.drafter for n, row in found.items() if n}
 
     def propose(self) -> None:
-        """Before a step: draft for sequences without drafts, their given tokens or what the drafter
-        proposes, unless the step's pass is under way. Plain sequences get drafts from a real
-        drafter only, not from the fast path."""
+        """Before a step: draft for sequences without drafts, their given tokens or what their
+        request's drafter proposes, unless the step's pass is under way. Plain sequences get drafts
+        from a real drafter only, not from the fast path."""
         began, table, rows = time.perf_counter(), self.table, self.table.rows
-        self._asking = 0.0
+        self._asked = {}
         if self._is_under_way:
             return
-        drafter = self.drafter
-        if drafter is None or (isinstance(drafter, NgramDrafter) and drafter.pauses):
-            if not table.any("given"):
-                return
-            drafter, rows = None, rows[table.given[rows]]
+        drafters = self.drafters
+        self._asked = {number: (drafter, 0, 0.0) for number, drafter in drafters.items()}
+        for number, drafter in [*drafters.items()]:
+            if isinstance(drafter, NgramDrafter) and drafter.pauses:
+                del drafters[number]
+        if not (drafters or table.any("given")):
+            return
         rows = rows[table.num_drafts[rows] == 0]
         limits = table.draft_limits(rows)
         rows, limits = rows[limits > 0], limits[limits > 0]
@@ -89,26 +100,31 @@ class EngineCore:
             sequence = table.sequences[row]
             place, tokens = sequence.num_generated, sequence.given_tokens or []
             self._draft(sequence, tokens[place : place + limit])
-        asked = ~given & (table.pending(rows) == 1)
-        if drafter is not None and asked.any():
-            self._ask(drafter, rows[asked], limits[asked])
-            self._asking = time.perf_counter() - began
+        for number, drafter in drafters.items():
+            own = (table.drafter[rows] == number) & (table.pending(rows) == 1)
+            if own.any():
+                found = self._ask(drafter, rows[own], limits[own])
+                before, began = began, time.perf_counter()
+                self._asked[number] = drafter, found, began - before
 
-    def _ask(self, drafter: Drafter, rows: Array, limits: Array) -> None:
-        """Let ``drafter`` propose up to ``limits`` [n] drafts for each of ``rows`` [n]."""
-        table, most = self.table, int(limits.max())
+    def _ask(self, drafter: Drafter, rows: Array, limits: Array) -> int:
+        """Let ``drafter`` propose up to ``limits`` [n] drafts for each of ``rows`` [n], of its own
+        requests; how many there are."""
+        table, most, count = self.table, int(limits.max()), 0
         sequences = [table.sequences[row] for row in rows.tolist()]
         if isinstance(drafter, NgramDrafter):  # it reads the table itself
             hidden = (one.request.num_hidden for one in sequences)
             texts = zip(rows.tolist(), hidden, table.length[rows].tolist(), strict=True)
             found: Any = drafter.propose([table.ids[row, a:b] for row, a, b in texts], most)
         else:
-            found = proposals(drafter, [one.history for one in sequences], most)
+            thread = sequences[0].request.thread
+            found = proposals(drafter, [one.history for one in sequences], most, thread)
         for sequence, limit, drafts in zip(sequences, limits.tolist(), found, strict=True):
             if isinstance(drafts, Exception):
                 self.committer.fail(sequence, f"the drafter raised {named(drafts)}", drafts)
             elif drafts:
-                self._looked_up += self._draft(sequence, drafts[:limit])
+                count += self._draft(sequence, drafts[:limit])
+        return count
 
     def _draft(self, sequence: Sequence, drafts: list[int]) -> int:
         """Let these be drafts, up to the first that may not follow; how many there are."""
@@ -160,9 +176,10 @@ class EngineCore:
             settled = done.settled and (self._under_way is None or self._under_way.settled)
             kind = done.record.bucket, done.record.canonical
             self.scheduler.buckets.ran(*kind, charged, settled)
-            if isinstance(self.drafter, NgramDrafter):
-                counts = self._looked_up, committer.looked_up
-                self.drafter.account(done.record, *counts, self.scheduler.buckets, self._asking)
+            for number, (drafter, proposed, asking) in self._asked.items():
+                if isinstance(drafter, NgramDrafter):
+                    counts = proposed, committer.looked_up[number]
+                    drafter.account(done.record, *counts, self.scheduler.buckets, asking)
         self._record(done.record, seconds)
         if self.trace is not None:
             self.trace.after(done, before, results, began, committer.ended)
@@ -185,7 +202,7 @@ class EngineCore:
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
         without them: what they would change is left out when they are committed."""
-        ahead = self.drafter is None and launched.predictable
+        ahead = not self.table.any("drafter") and launched.predictable
         # A plan that is not launched would leave its mark on the next one: nothing that may not
         # be in the pass is planned.
         if not ahead or any(map(self.table.any, SPECIAL)) or not launched.alive.all():
@@ -328,7 +345,7 @@ class EngineCore:
     def _record(self, record: PassRecord, seconds: float) -> None:
         record.number, record.seconds = sum(self.stats.passes.values()), seconds
         record.drafted += self._proposed
-        self._proposed = self._looked_up = 0
+        self._proposed = 0
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.observe(record.accepted, record.rollbacks)

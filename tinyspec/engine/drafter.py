@@ -22,6 +22,7 @@ from tinyspec.scheduler.sequence_table import Array
 # Prompt lookup: of the passes' time, what proposals may cost that win nothing; their length until
 # they have won something; how much is remembered from one pass to the next.
 SHARE, TRIAL, REMEMBERS = 0.02, 4, 0.995
+Proposals = list[list[int] | Exception]
 
 
 @runtime_checkable
@@ -126,16 +127,17 @@ def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -
     raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')
 
 
-def proposals(drafter: Drafter, histories: list[Any], n: int) -> list[list[int] | Exception]:
-    """What ``drafter`` proposes for each; what it raised for one alone stands in its place."""
+def proposals(drafter: Drafter, histories: list[Any], n: int, thread: int) -> Proposals:
+    """What ``drafter`` proposes for each; what it raised for one alone stands in its place. thread:
+    whose it is."""
     try:
-        with callers_modes():
+        with callers_modes(thread):
             given = drafter.propose(histories, n)
-        found: list[list[int] | Exception] = [[index(token) for token in each] for each in given]
+        found: Proposals = [[index(token) for token in each] for each in given]
         if len(found) != len(histories):
             raise ValueError(f"{len(found)} proposals for {len(histories)} sequences")
     except Exception as error:
         if len(histories) == 1:
             return [error]
-        return [proposals(drafter, [history], n)[0] for history in histories]
+        return [proposals(drafter, [history], n, thread)[0] for history in histories]
     return found

@@ -101,11 +101,11 @@ class Engine:
         self.runner = runner = ModelRunner(served, pool, kernels, buckets, config, self._states)
         admission.checkpoints.on = bool(served.recurrent)
         check_parity(served, runner)
-        self.core = EngineCore(config, admission, runner, drafter, tokenizer, self._thinker)
+        self.core = EngineCore(config, admission, runner, tokenizer, self._thinker)
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.driver = self.tracker.driver
-        self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker)
+        self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker, drafter)
         self._outputs: list[RequestOutput] = []
         flush()
 

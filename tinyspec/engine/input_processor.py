@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_files
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.fingerprint_parts import Parts
+from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.grammars import Grammars
 from tinyspec.engine.prompts import as_prompts, continuation_ids, to_token_ids
 from tinyspec.errors import refuse, refuse_other_names
@@ -46,13 +47,15 @@ TOKENIZERS = [
 
 @dataclass(eq=False)
 class InputProcessor:
-    """Checks prompts and parameters against one model and one pool, and numbers the requests."""
+    """Checks prompts and parameters against one model and one pool, and numbers the requests.
+    drafter: theirs."""
 
     model: PreTrainedModel
     tokenizer: Any
     config: EngineConfig
     pool: PagePool
     thinker: Thinker | None = None
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         hints = {EngineConfig: "did you mean config=?", str: "AutoTokenizer loads one"}
@@ -134,6 +137,7 @@ class InputProcessor:
         if seed is None and params.temperature > 0:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
         request = Request(f"request-{number}", prompt, params.resolve(seed=seed), number)
+        request.drafter = self.drafter
         grammar = self._grammars.of(params)
         for sequence in request.sequences:
             sequence.grammar = grammar and replace(grammar)

@@ -38,7 +38,7 @@ class RopeTable(nn.Module):
 
     def renew(self) -> None:
         """The module's buffers were written to or replaced."""
-        vars(self)["_buffers"] = dict(self.tinyspec_buffers)  # some replace theirs while they run
+        vars(self)["_buffers"] = dict(self.tinyspec_buffers)
         self.tinyspec_tables.clear()
 
     def _table(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | Tensor:
@@ -47,10 +47,14 @@ class RopeTable(nn.Module):
         if found is None:
             # Not seen by what records a pass: only the first one does this.
             with torch.no_grad(), without_modes():
+                # Some write to their buffers while they run, or replace them.
+                held = self.tinyspec_buffers.items()
+                vars(self)["_buffers"] = {name: x if x is None else x.clone() for name, x in held}
                 given = self.tinyspec_like, self.tinyspec_positions
                 made = super().forward(*given, *args, **kwargs)
             found = made[0] if isinstance(made, Tensor) else tuple(part[0] for part in made)
             self.tinyspec_tables[key] = found
+            vars(self)["_buffers"] = dict(self.tinyspec_buffers)
         return found
 
     def forward(

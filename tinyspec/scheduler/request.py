@@ -266,6 +266,8 @@ class Sequence:
             special_sampling=special or kept or self.teacher_forced,
             special_commit=given or kept or params.checks_text,
             given=given,
+            # Its id is no other's while the request runs.
+            drafter=0 if given or not drafts or request.drafter is None else id(request.drafter),
             has_embeds=request.embeds is not None,
             scores_prompt=params.prompt_logprobs,
             thinking=request.thoughts is not None,
@@ -304,7 +306,7 @@ class Request:
     from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
     it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
     steps. thoughts: of the prompt, where it is thought about. tokenizer: parts of the fingerprint,
-    where its tokens depend on it.
+    where its tokens depend on it. drafter: proposes tokens for it.
     """
 
     request_id: str
@@ -323,6 +325,7 @@ class Request:
     thoughts: Thoughts | None = None
     tokenizer: Any = None
     priority: float = 0
+    drafter: Any = None
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

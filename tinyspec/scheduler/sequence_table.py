@@ -30,9 +30,9 @@ class Fixed:
     it ends. window: most drafts that may wait. temperature: 0 for greedy. key: of the noise. top_k,
     top_p, min_p: filters, 0, 1 and 0 where they are off. logprobs_wanted. special_sampling: the
     sampler needs its parameters and history. special_commit: tokens are committed one by one.
-    given: its continuation is. has_embeds, scores_prompt: parts of the prompt enter as embeddings,
-    or its log-probabilities are wanted. thinking: states are added to its prompt. supplied: its
-    tokens come from outside.
+    given: its continuation is. drafter: a number of what proposes drafts for it, 0: nothing.
+    has_embeds, scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are
+    wanted. thinking: states are added to its prompt. supplied: its tokens come from outside.
     """
 
     generation_id: Counts
@@ -50,6 +50,7 @@ class Fixed:
     special_sampling: Flags
     special_commit: Flags
     given: Flags
+    drafter: Counts
     has_embeds: Flags
     scores_prompt: Flags
     thinking: Flags
