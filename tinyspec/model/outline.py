@@ -49,6 +49,8 @@ _ABSENT = object()
 _SHAPE, _ASKS = attrgetter("shape"), attrgetter("requires_grad")
 _ADDRESS, _VERSION, _FORWARD = Tensor.data_ptr, attrgetter("_version"), attrgetter("forward")
 WEIGHTS = "the weights"
+# Copies of what modules hold, by the names of their tables.
+Tables = dict[tuple[nn.Module, str], dict[str, Tensor | None]]
 
 
 class Change(NamedTuple):
@@ -141,14 +143,17 @@ class _Structure:
 
 class Outline:
     """Of ``root`` and all inside of it, as it was when this was made; weights as they were at the
-    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared."""
+    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared.
+    tables: of parameters and buffers, as they were then."""
+
+    tables: Tables
 
     def __init__(self, root: nn.Module):
         _count_steps()
         self.root = root
         self._structure = _Structure(root)
         self._writers = _count_merges(self._structure.modules)
-        self._take_weights()
+        self.take_weights()
 
     def release(self) -> None:
         """It is compared no more: classes have their own methods again, unless others count."""
@@ -177,14 +182,17 @@ class Outline:
         if not (self._packed or self.uncounted) and self._same_tensors():
             self._numbers = self._count_writes()
             return False
-        self._take_weights()
+        self.take_weights()
         return True
 
-    def _take_weights(self) -> None:
-        modules = self._structure.modules
-        tables = [table for m in modules for table in (m._parameters, m._buffers)]
-        self._weights = [table.values() for table in tables]
-        self._tensors = list(chain.from_iterable(self._weights))
+    def take_weights(self, tables: Tables | None = None) -> None:
+        """Compare with the weights as they are now; of ``tables`` where they are given."""
+        modules, names = self._structure.modules, ("_parameters", "_buffers")
+        live = {(m, name): getattr(m, name) for m in modules for name in names}
+        self._weights = [table.values() for table in live.values()]
+        # Taken once: another thread may put others in at any moment.
+        self.tables = tables or {place: dict(table) for place, table in live.items()}
+        self._tensors = [x for table in self.tables.values() for x in table.values()]
         self._forms = list(map(_form, self._tensors))
         others = (x for m in modules for x in vars(m).values() if isinstance(x, Tensor))
         every = {id(x): x for x in (*self._tensors, *others) if x is not None}.values()
