@@ -96,10 +96,8 @@ def _of_process() -> Settings:
     deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
     algorithms = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     einsum: Any = torch.backends.opt_einsum
-    own, hiding = (
-        vars(einsum.m),
-        vars(einsum),
-    )  # what was set as an attribute hides the module's own
+    # What was set as an attribute hides the module's own.
+    own, hiding = vars(einsum.m), vars(einsum)
 
     def put(value: bool) -> None:
         (hiding if "enabled" in hiding else own)["enabled"] = value
@@ -220,5 +218,5 @@ def pinned(device_type: str) -> Iterator[None]:
             _Pinned.threads -= 1
             if not _Pinned.threads:
                 for setting, value in zip(shared, _Pinned.before, strict=True):
-                    if setting.get() == setting.value:  # what was set meanwhile stays
-                        _restore((setting,), (value,))
+                    if setting.get() == setting.value != value:  # what was set meanwhile stays
+                        setting.set(value)
