@@ -1,5 +1,7 @@
 """What tells that a model has changed: every kind of change is seen, and nothing else is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,9 @@ from tests.support.budget import first
 from tests.support.changes import FOLLOWED, Halves, llama, model_for
 from tests.support.tiny import FAMILIES, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import contract as contract_module
 from tinyspec.determinism.model_state import description, function_settings
+from tinyspec.model import outline
 from tinyspec.model.fused_layer import FusedNorm
 from tinyspec.model.shadow import standing_in
 
@@ -84,6 +88,28 @@ def test_a_class_and_hooks_of_all_modules(monkeypatch):
         with nn.modules.module.register_module_forward_hook(lambda *_: None):
             assert engine.fingerprint != before
         assert engine.fingerprint == before
+
+
+@pytest.mark.parametrize("kept", ["in inference mode", "verify_weights", "by nobody"])
+def test_digests_are_taken_where_they_are_asked_for(kept, monkeypatch):
+    """Quick looks read no bits of weights: only digests tell that these were written to."""
+    with torch.inference_mode(kept == "in inference mode"):
+        model = tiny()
+    config = replace(CONFIG, verify_weights=kept == "verify_weights")
+    with Engine(model, config=config) as engine:
+        contract, before = engine.contract, engine.fingerprint
+        assert contract.digests is (kept != "by nobody")
+        for name in ("checksum", "digest_weights"):  # none is taken
+            for module in (outline, contract_module):
+                monkeypatch.setattr(module, name, None, raising=False)
+        with torch.inference_mode(kept == "in inference mode"):
+            model.lm_head.weight.data.mul_(1.5)
+        assert not contract.changed() and contract.refresh(digest=False) is None
+        monkeypatch.undo()
+        assert contract.changed(digest=True) is contract.digests
+        assert contract.refresh() == ("the weights" if contract.digests else None)
+        assert not contract.changed(digest=True) and contract.refresh() is None
+        assert (engine.fingerprint != before) is contract.digests
 
 
 # Descriptions

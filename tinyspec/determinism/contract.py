@@ -127,7 +127,7 @@ class Contract:
         if uncounted := len(self._served.outline.uncounted):
             logger.warning(
                 "%d tensors of the model were made in torch.inference_mode and count no writes: "
-                "their bits are digested at every call and after code of the user's",
+                "their bits are digested at every call and before a request's last output",
                 uncounted,
             )
 
@@ -159,22 +159,29 @@ class Contract:
         """Names of buffers that passes were seen to write to: no deterministic request may."""
         return self._served.written
 
-    def changed(self) -> bool:
-        """Whether anything may have changed since the last ``refresh``."""
+    @property
+    def digests(self) -> bool:
+        """Whether there is something that only digests tell of."""
+        return self._config.verify_weights or bool(self._served.outline.uncounted)
+
+    def changed(self, digest: bool = False) -> bool:
+        """Whether anything may have changed since the last ``refresh``. digest: as there."""
         same = ambient(self._runner.device) == self._ambient
-        return not same or self._served.outline.changed() is not None
+        if not same or self._served.outline.changed(digest) is not None:
+            return True
+        known = self._weights_digest if digest and self._config.verify_weights else None
+        return known is not None and known != self._digests()
 
     def refresh(self, digest: bool = True) -> str | None:
         """Follow what changed of process and model since the last call, and name it.
 
         The fingerprint is dropped, and probe results unless only numbers changed. digest: compare
-        the weights' bits where ``EngineConfig(verify_weights=True)`` asks for it. Raises where the
-        model cannot be served as it is now.
+        the bits of weights that count no writes, and of all where ``EngineConfig(verify_weights=
+        True)`` asks for it. Raises where the model cannot be served as it is now.
         """
         what = self._follow_process()
-        change = self._served.outline.changed()
+        change = self._served.outline.changed(digest)
         if change is not None:
-            self._runner.drop_graphs()
             if change.structure:
                 self._renew()
             else:
@@ -182,7 +189,9 @@ class Contract:
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            if before not in (None, self._digest()):
+            if before not in (None, now := self._digest()):
+                self.weights_changed()
+                self._weights_digest = now
                 return WEIGHTS
         return what
 
@@ -197,6 +206,7 @@ class Contract:
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
+        self._runner.drop_graphs()
         self._weights_digest = None
         if self._served.follow_weights() and (found := layouts(self._model)) != self._layouts:
             self._layouts = found

@@ -159,11 +159,11 @@ class Outline:
         """It is compared no more: classes have their own methods again, unless others count."""
         self._writers.clear()
 
-    def changed(self) -> Change | None:
-        """What differs, or None."""
+    def changed(self, digest: bool) -> Change | None:
+        """What differs, or None. digest: the bits of what is ``uncounted``, too."""
         if (what := self._other_structure()) is not None:
             return Change(what, structure=True)
-        if self._same_weights():
+        if self._same_weights() and not (digest and self._sums != self._sums_now()):
             return None
         # Stand-ins are chosen by forms.
         held = list(chain.from_iterable(self._weights))
@@ -203,6 +203,8 @@ class Outline:
         self._refs = [StorageWeakRef(x.untyped_storage()) for x in self._counted]
         self._storages = list({ref.cdata for ref in self._refs})
         self._layouts, self._numbers = self._layouts_now(), self._count_writes()
+        if tables is None:
+            self._sums = self._sums_now()
 
     def _layouts_now(self) -> list[list[Any]]:
         counted = self._counted
@@ -217,9 +219,11 @@ class Outline:
         return [
             list(map(_VERSION, self._counted)),
             list(map(trace, self._packed)),
-            list(map(checksum, self.uncounted)),
             list(map(_writes.__getitem__, self._storages)),
         ]
+
+    def _sums_now(self) -> list[Any]:
+        return list(map(checksum, self.uncounted))
 
     def _same_tensors(self) -> bool:
         held = list(chain.from_iterable(self._weights))
