@@ -1,5 +1,7 @@
 """What tells that a model has changed: every kind of change is seen, and nothing else is."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -110,6 +112,45 @@ def test_digests_are_taken_where_they_are_asked_for(kept, monkeypatch):
         assert contract.refresh() == ("the weights" if contract.digests else None)
         assert not contract.changed(digest=True) and contract.refresh() is None
         assert (engine.fingerprint != before) is contract.digests
+
+
+# In a process of its own: here, engines of other tests may be open.
+COUNTED = """
+import gc
+import torch
+from torch.optim import optimizer
+from tests.determinism.test_model_state import CONFIG, Engine, tiny
+
+def hooks():
+    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+
+class Under(torch.optim.Optimizer):
+    def step(self, closure=None):
+        assert engine.contract.changed(), "it has begun"
+        assert engine.contract.refresh() == "the weights" and not engine.contract.changed()
+
+model = tiny()
+assert hooks() == (0, 0)
+with Engine(model, config=CONFIG) as engine:
+    with Engine(tiny(), config=CONFIG):
+        assert hooks() == (1, 1)
+    assert hooks() == (1, 1) and not engine.contract.changed()
+    Under(model.parameters(), {}).step()
+    assert engine.contract.changed(), "it has ended"
+assert hooks() == (0, 0)
+dropped = Engine(model, config=CONFIG)
+assert hooks() == (1, 1)
+del dropped
+gc.collect()
+assert hooks() == (0, 0)
+print("seen to the end")
+"""
+
+
+def test_optimizers_are_counted_as_long_as_an_engine_is_open():
+    """When a step begins and when it ends."""
+    child = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True)
+    assert child.stdout == "seen to the end\n", child.stderr
 
 
 # Descriptions

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Collection, Iterable
-from functools import cache, wraps
+from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_
 from types import FunctionType
@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer, optimizer
 from transformers import PreTrainedConfig
 
 from tinyspec.model.checksum import checksum
@@ -149,14 +149,13 @@ class Outline:
     tables: Tables
 
     def __init__(self, root: nn.Module):
-        _count_steps()
         self.root = root
         self._structure = _Structure(root)
-        self._writers = _count_merges(self._structure.modules)
+        self._writers = [_kept(_Stepper), *_count_merges(self._structure.modules)]
         self.take_weights()
 
     def release(self) -> None:
-        """It is compared no more: classes have their own methods again, unless others count."""
+        """It is compared no more: nothing is counted for it, in classes and optimizers."""
         self._writers.clear()
 
     def changed(self, digest: bool) -> Change | None:
@@ -269,15 +268,18 @@ def _count(written: Iterable[Tensor]) -> None:
     _writes.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
 
 
-@cache
-def _count_steps() -> None:
-    """From now on, in this process: steps of fused optimizers write to their parameters
-    (``torch.optim.AdamW(..., fused=True)``, which transformers' Trainer takes by default)."""
+class _Stepper:
+    """As long as somebody holds this, steps of optimizers count as writes to their parameters, at
+    their begin and end: version counters miss those of fused ones (``torch.optim.AdamW(...,
+    fused=True)``, which transformers' Trainer takes by default)."""
 
-    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _count(p for group in optimizer.param_groups for p in group["params"])
+    def __init__(self) -> None:
+        def stepped(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+            _count(p for group in stepping.param_groups for p in group["params"])
 
-    register_optimizer_step_post_hook(stepped)
+        for when in ("pre", "post"):
+            register = getattr(optimizer, f"register_optimizer_step_{when}_hook")
+            finalize(self, register(stepped).remove)
 
 
 class _Writer:
@@ -302,10 +304,15 @@ class _Writer:
         finalize(self, take_off)
 
 
-_writers: WeakValueDictionary[tuple[Any, str], _Writer] = WeakValueDictionary()
+_writers: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
 
-def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
+def _kept(kind: type, *given: Any) -> Any:
+    """What all outlines hold together."""
+    return _writers.get((kind, *given)) or _writers.setdefault((kind, *given), kind(*given))
+
+
+def _count_merges(modules: Iterable[nn.Module]) -> list[Any]:
     """Of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``, and what swaps
     adapters in place; to hold while they matter."""
     bases = {b for kind in map(type, modules) if hasattr(kind, "unmerge") for b in kind.__mro__}
@@ -314,4 +321,4 @@ def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
         swaps = importlib.import_module("peft.utils.hotswap")
         places.append((swaps, "hotswap_adapter_from_state_dict"))
     held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
-    return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]
+    return [_kept(_Writer, *each) for each in held]
