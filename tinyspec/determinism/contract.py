@@ -166,11 +166,10 @@ class Contract:
 
     def changed(self, digest: bool = False) -> bool:
         """Whether anything may have changed since the last ``refresh``. digest: as there."""
-        same = ambient(self._runner.device) == self._ambient
-        if not same or self._served.outline.changed(digest) is not None:
-            return True
         known = self._weights_digest if digest and self._config.verify_weights else None
-        return known is not None and known != self._digests()
+        same = ambient(self._runner.device) == self._ambient
+        same = same and self._served.outline.changed(digest) is None
+        return not same or (known is not None and known != self._digests())
 
     def refresh(self, digest: bool = True) -> str | None:
         """Follow what changed of process and model since the last call, and name it.
@@ -344,14 +343,26 @@ class Contract:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""
         before = self.results
         try:
+            self._refuse_changed()
             with self._runner.torch_state():
                 results = proof(self._runner, self.modes, self._found, *given)
+            self._refuse_changed()
         except BaseException:
             self._go_by(before)
             raise
         self._go_by(results)
         disk.store(self._key, results)
         return results
+
+    def _refuse_changed(self) -> None:
+        """Raise DeterminismError where facts that are found now may be another model's."""
+        now, change = ambient(self._runner.device), self._served.outline.changed(digest=False)
+        what = next((name for name, value in now.items() if value != self._ambient[name]), None)
+        if change is not None and change.structure:
+            what = change.what
+        if what is not None:
+            self._found.clear()
+            raise DeterminismError(f"{what} changed while the model was being proven: call again")
 
     def _go_by(self, results: ProbeResults | None) -> None:
         """Let passes go by these results; None: nothing is known."""

@@ -49,7 +49,6 @@ _ABSENT = object()
 _SHAPE, _ASKS = attrgetter("shape"), attrgetter("requires_grad")
 _ADDRESS, _VERSION, _FORWARD = Tensor.data_ptr, attrgetter("_version"), attrgetter("forward")
 WEIGHTS = "the weights"
-# Copies of what modules hold, by the names of their tables.
 Tables = dict[tuple[nn.Module, str], dict[str, Tensor | None]]
 
 
@@ -146,12 +145,10 @@ class Outline:
     last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared.
     tables: of parameters and buffers, as they were then."""
 
-    tables: Tables
-
     def __init__(self, root: nn.Module):
         self.root = root
         self._structure = _Structure(root)
-        self._writers = [_kept(_Stepper), *_count_merges(self._structure.modules)]
+        self._writers = _count_more(self._structure.modules)
         self.take_weights()
 
     def release(self) -> None:
@@ -162,7 +159,7 @@ class Outline:
         """What differs, or None. digest: the bits of what is ``uncounted``, too."""
         if (what := self._other_structure()) is not None:
             return Change(what, structure=True)
-        if self._same_weights() and not (digest and self._sums != self._sums_now()):
+        if self._same_weights() and not (digest and self._sums != [*map(checksum, self.uncounted)]):
             return None
         # Stand-ins are chosen by forms.
         held = list(chain.from_iterable(self._weights))
@@ -203,7 +200,7 @@ class Outline:
         self._storages = list({ref.cdata for ref in self._refs})
         self._layouts, self._numbers = self._layouts_now(), self._count_writes()
         if tables is None:
-            self._sums = self._sums_now()
+            self._sums = [*map(checksum, self.uncounted)]
 
     def _layouts_now(self) -> list[list[Any]]:
         counted = self._counted
@@ -220,9 +217,6 @@ class Outline:
             list(map(trace, self._packed)),
             list(map(_writes.__getitem__, self._storages)),
         ]
-
-    def _sums_now(self) -> list[Any]:
-        return list(map(checksum, self.uncounted))
 
     def _same_tensors(self) -> bool:
         held = list(chain.from_iterable(self._weights))
@@ -270,8 +264,7 @@ def _count(written: Iterable[Tensor]) -> None:
 
 class _Stepper:
     """As long as somebody holds this, steps of optimizers count as writes to their parameters, at
-    their begin and end: version counters miss those of fused ones (``torch.optim.AdamW(...,
-    fused=True)``, which transformers' Trainer takes by default)."""
+    their begin and end: version counters miss those of fused ones, Trainer's by default."""
 
     def __init__(self) -> None:
         def stepped(stepping: Optimizer, args: Any, kwargs: Any) -> None:
@@ -307,18 +300,14 @@ class _Writer:
 _writers: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
 
-def _kept(kind: type, *given: Any) -> Any:
-    """What all outlines hold together."""
-    return _writers.get((kind, *given)) or _writers.setdefault((kind, *given), kind(*given))
-
-
-def _count_merges(modules: Iterable[nn.Module]) -> list[Any]:
-    """Of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``, and what swaps
-    adapters in place; to hold while they matter."""
+def _count_more(modules: Iterable[nn.Module]) -> list[Any]:
+    """Steps of optimizers; of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``,
+    and what swaps adapters in place; to hold while they matter."""
     bases = {b for kind in map(type, modules) if hasattr(kind, "unmerge") for b in kind.__mro__}
     places: list[tuple[Any, str]] = [(b, name) for b in bases for name in ("merge", "unmerge")]
     if any(base.__module__.startswith("peft.") for base in bases):
         swaps = importlib.import_module("peft.utils.hotswap")
         places.append((swaps, "hotswap_adapter_from_state_dict"))
-    held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
-    return [_kept(_Writer, *each) for each in held]
+    held = [(_Writer, at, n) for at, n in places if type(vars(at).get(n)) is FunctionType]
+    kinds: list[tuple[Any, ...]] = [(_Stepper,), *held]
+    return [_writers.get(each) or _writers.setdefault(each, each[0](*each[1:])) for each in kinds]

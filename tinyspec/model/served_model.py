@@ -77,7 +77,6 @@ class ServedModel:
         self._marked = [
             (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
         ]
-        # Tables of buffers of the shadow's own, and what they held before.
         self._apart: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._own = self._attributes()
 
@@ -125,7 +124,7 @@ class ServedModel:
         apart = {each.rpartition(".")[0] for each in found}
         for name, module, table in self._marked:
             if name in apart:
-                own = vars(module)[table]  # which stand-ins share
+                own = vars(module)[table]
                 self._apart.append((own, dict(own)))
                 own.update({key: _clone(held) for key, held in own.items()})
         self.written |= found
