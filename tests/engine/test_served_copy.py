@@ -221,7 +221,7 @@ def test_functional_call_in_another_thread():
         thread = threading.Thread(target=use)
         thread.start()
         try:
-            outputs = [engine.generate([PROMPT], KEPT)[0] for _ in range(40)]
+            outputs = [engine.generate([PROMPT], KEPT)[0] for _ in range(20)]
         finally:
             ended.set()
             thread.join()

@@ -356,7 +356,8 @@ class Contract:
 
     def _refuse_changed(self) -> None:
         """Raise DeterminismError where facts that are found now may be another model's."""
-        now, change = ambient(self._runner.device), self._served.outline.changed(digest=False)
+        change = self._served.outline.changed(digest=False, served=True)
+        now = ambient(self._runner.device)
         what = next((name for name, value in now.items() if value != self._ambient[name]), None)
         if change is not None and change.structure:
             what = change.what

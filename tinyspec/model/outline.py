@@ -155,14 +155,15 @@ class Outline:
         """It is compared no more: nothing is counted for it, in classes and optimizers."""
         self._writers.clear()
 
-    def changed(self, digest: bool) -> Change | None:
-        """What differs, or None. digest: the bits of what is ``uncounted``, too."""
+    def changed(self, digest: bool, served: bool = False) -> Change | None:
+        """What differs, or None. digest: the bits of what is ``uncounted``, too. served: of forms,
+        those of the tensors that the shadow has, whatever the model's tables hold now."""
         if (what := self._other_structure()) is not None:
             return Change(what, structure=True)
         if self._same_weights() and not (digest and self._sums != [*map(checksum, self.uncounted)]):
             return None
         # Stand-ins are chosen by forms.
-        held = list(chain.from_iterable(self._weights))
+        held = self._tensors if served else chain.from_iterable(self._weights)
         return Change(WEIGHTS, structure=list(map(_form, held)) != self._forms)
 
     def _other_structure(self) -> str | None:

@@ -150,9 +150,7 @@ class ServedModel:
         """Put what differs in the outline's tables from those of ``before`` into the shadow's."""
         for (module, table), now in self.outline.tables.items():
             own, then = getattr(self._shadow.of(module), table), before.get((module, table), {})
-            for key, held in now.items():
-                if held is not then.get(key, own):
-                    own[key] = held
+            own.update({key: x for key, x in now.items() if x is not then.get(key, own)})
             for key in then.keys() - now.keys():
                 own.pop(key, None)
 
