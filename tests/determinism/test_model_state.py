@@ -1,5 +1,9 @@
 """What tells that a model has changed: every kind of change is seen, and nothing else is."""
 
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +12,9 @@ from tests.support.budget import first
 from tests.support.changes import FOLLOWED, Halves, llama, model_for
 from tests.support.tiny import FAMILIES, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import contract as contract_module
 from tinyspec.determinism.model_state import description, function_settings
+from tinyspec.model import outline
 from tinyspec.model.fused_layer import FusedNorm
 from tinyspec.model.shadow import standing_in
 
@@ -84,6 +90,67 @@ def test_a_class_and_hooks_of_all_modules(monkeypatch):
         with nn.modules.module.register_module_forward_hook(lambda *_: None):
             assert engine.fingerprint != before
         assert engine.fingerprint == before
+
+
+@pytest.mark.parametrize("kept", ["in inference mode", "verify_weights", "by nobody"])
+def test_digests_are_taken_where_they_are_asked_for(kept, monkeypatch):
+    """Quick looks read no bits of weights: only digests tell that these were written to."""
+    with torch.inference_mode(kept == "in inference mode"):
+        model = tiny()
+    config = replace(CONFIG, verify_weights=kept == "verify_weights")
+    with Engine(model, config=config) as engine:
+        contract, before = engine.contract, engine.fingerprint
+        assert contract.digests is (kept != "by nobody")
+        for name in ("checksum", "digest_weights"):  # none is taken
+            for module in (outline, contract_module):
+                monkeypatch.setattr(module, name, None, raising=False)
+        with torch.inference_mode(kept == "in inference mode"):
+            model.lm_head.weight.data.mul_(1.5)
+        assert not contract.changed() and contract.refresh(digest=False) is None
+        monkeypatch.undo()
+        assert contract.changed(digest=True) is contract.digests
+        assert contract.refresh() == ("the weights" if contract.digests else None)
+        assert not contract.changed(digest=True) and contract.refresh() is None
+        assert (engine.fingerprint != before) is contract.digests
+
+
+# In a process of its own: here, engines of other tests may be open.
+COUNTED = """
+import gc
+import torch
+from torch.optim import optimizer
+from tests.determinism.test_model_state import CONFIG, Engine, tiny
+
+def hooks():
+    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+
+class Under(torch.optim.Optimizer):
+    def step(self, closure=None):
+        assert engine.contract.changed(), "it has begun"
+        assert engine.contract.refresh() == "the weights" and not engine.contract.changed()
+
+model = tiny()
+assert hooks() == (0, 0)
+with Engine(model, config=CONFIG) as engine:
+    with Engine(tiny(), config=CONFIG):
+        assert hooks() == (1, 1)
+    assert hooks() == (1, 1) and not engine.contract.changed()
+    Under(model.parameters(), {}).step()
+    assert engine.contract.changed(), "it has ended"
+assert hooks() == (0, 0)
+dropped = Engine(model, config=CONFIG)
+assert hooks() == (1, 1)
+del dropped
+gc.collect()
+assert hooks() == (0, 0)
+print("seen to the end")
+"""
+
+
+def test_optimizers_are_counted_as_long_as_an_engine_is_open():
+    """When a step begins and when it ends."""
+    child = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True)
+    assert child.stdout == "seen to the end\n", child.stderr
 
 
 # Descriptions

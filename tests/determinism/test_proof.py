@@ -204,6 +204,59 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
         assert len(set(seen)) == 4 and len(probed) == 1
 
 
+def other_form(model):
+    model.lm_head.weight.requires_grad_(False)
+
+
+def other_tensor(model):
+    model.lm_head._parameters["weight"] = model.lm_head.weight.detach()
+
+
+WHILE_PROVEN = {
+    "the weights": other_form,
+    "others": other_tensor,
+    "variance_epsilon": changes.number,
+    "threads": changes.threads,
+    "": changes.parameter_written,
+    "nothing": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("what", WHILE_PROVEN)
+def test_a_model_that_changes_while_it_is_proven(
+    what, begun, home, monkeypatch, two_threads, proven_on_demand
+):
+    """What was found is kept by nobody, unless only numbers of weights changed, or others were put
+    into the model, which the engine does not have yet."""
+    model, whole = tiny(), contract.prove_reference
+
+    def while_proven(*given):
+        if begun:
+            WHILE_PROVEN[what](model)
+        found = whole(*given)
+        if not begun:
+            WHILE_PROVEN[what](model)
+        return found
+
+    with engine_of(model) as engine:
+        with monkeypatch.context() as patches:
+            patches.setattr(contract, "prove_reference", while_proven)
+            if what in ("", "nothing", "others"):
+                engine.generate(prompts(2), DETERMINISTIC)
+            else:
+                with pytest.raises(DeterminismError, match=f"{what} changed while.*call again"):
+                    engine.generate(prompts(2), DETERMINISTIC)
+                assert engine.contract.results is None and not list(home.glob("*"))
+        engine.generate(prompts(2), DETERMINISTIC)
+        assert len(list(home.iterdir())) == 1 + (what == "others")
+        if what == "variance_epsilon":  # before it begins
+            model.model.norm.variance_epsilon = 0.25
+            monkeypatch.setattr(contract, "prove_reference", None)
+            with pytest.raises(DeterminismError, match="changed while"):
+                engine.contract.prove(fresh=True)
+
+
 def test_whether_weights_ask_for_gradients_is_in_the_fingerprint():
     """Of torch's own linears: it multiplies views of rows in another way, so the proof is lost."""
     model = tiny("llama", torch.float16)

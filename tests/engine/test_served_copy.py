@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tinyspec
@@ -172,6 +173,99 @@ def test_what_callers_change_between_calls_is_no_change():
         output = engine.generate([PROMPT], KEPT)[0]
         assert engine.runner.model is served and engine.fingerprint == name
         assert output.completions[0].stats.cached_prompt_tokens > 0
+
+
+# What is put into the model's tables
+
+
+def test_what_is_put_in_for_a_moment_reaches_no_pass():
+    """As another thread may, hooks put another weight in and take it out within every pass."""
+    model = tiny()
+    table, on, seen = model.lm_head._parameters, [], []
+    own, other = table["weight"], nn.Parameter(table["weight"].detach() * -1)
+
+    def put_in(*_):
+        if on:
+            table["weight"] = other
+
+    def take_out(module, args, output):
+        seen.append(table["weight"] is other)
+        table["weight"] = own
+
+    model.model.norm.register_forward_pre_hook(put_in)
+    model.lm_head.register_forward_hook(take_out)
+    with Engine(model, config=FEW) as engine:
+        alone, expected = answer(engine), logits(model)
+        engine.admission.forget_pages()
+        on.append(True)
+        seen.clear()
+        assert answer(engine) == alone and seen.count(True) >= 6
+        assert torch.equal(logits(model), -expected), "control: the model itself has it"
+
+
+def test_functional_call_in_another_thread():
+    """Its weights may end a request, which never has bits of others than its fingerprint says."""
+    model, ended = tiny(), threading.Event()
+    others = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+
+    def use():
+        while not ended.is_set():
+            with torch.no_grad():
+                torch.func.functional_call(model, others, (IDS,))
+
+    with Engine(model, config=FEW) as engine:
+        known = {engine.fingerprint: answer(engine)}
+        with Engine(tiny(), config=FEW) as other:
+            other.model.load_state_dict(others)
+            known[other.fingerprint] = answer(other)
+        thread = threading.Thread(target=use)
+        thread.start()
+        try:
+            outputs = [engine.generate([PROMPT], KEPT)[0] for _ in range(20)]
+        finally:
+            ended.set()
+            thread.join()
+        found = [o for o in outputs if o.completions[0].finish_reason == "length"]
+        assert all(bits(o) == known[o.fingerprint] for o in found if o.fingerprint in known)
+        output = engine.generate([PROMPT], KEPT)[0]
+        assert bits(output) == known[output.fingerprint] == next(iter(known.values()))
+
+
+def assigned(model):
+    model.load_state_dict({n: x * 1.5 for n, x in model.state_dict().items()}, assign=True)
+
+
+def untied(model):
+    assert model.lm_head.weight is model.transformer.wte.weight
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1.5)
+
+
+def tied_again(model):
+    model.lm_head.weight = model.transformer.wte.weight
+
+
+def buffer_put_in(model):
+    for layer in model.transformer.h:
+        layer.ln_1._buffers["extra"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "changes", [(assigned,), (untied,), (untied, tied_again), (buffer_put_in,)]
+)
+def test_other_tensors_in_the_tables(changes):
+    """Weights of the same form keep the copy; passes and fingerprint are a fresh engine's."""
+    model = tiny("gpt2")
+    with Engine(model, config=FEW) as engine:
+        before, name, served = answer(engine), engine.fingerprint, engine.runner.model
+        for change in changes:
+            change(model)
+            engine.fingerprint  # noqa: B018  a look
+        again = answer(engine)
+        assert (engine.runner.model is served) is (changes[0] is not buffer_put_in)
+        with Engine(model, config=FEW) as fresh:
+            assert (again, engine.fingerprint) == (answer(fresh), fresh.fingerprint)
+        assert (engine.fingerprint == name) is (changes[-1] is tied_again)
+        assert (again == before) is (changes[-1] in (tied_again, buffer_put_in))
 
 
 # Copies and lifetime

@@ -2,9 +2,10 @@
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.fuzz.ambient import can_round
 from tests.support.cases import bits_of, drain, text
 from tests.support.tiny import tiny
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, determinism
 from tinyspec.model import openmp, torch_settings
+from tinyspec.model.torch_settings import moved, pin_again, pinned
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner import processors
 
@@ -316,6 +318,56 @@ def test_what_a_thread_sets_is_pinned_again_after_its_end():
 
         rounding_in_passes(engine, during)
     assert passes == [torch.float32] * 6
+
+
+OF_SETTINGS = [name for name, how in PINNED.items() if isinstance(how, tuple)]
+OF_SETTINGS.remove("default device")  # a mode
+
+
+@pytest.mark.parametrize("name", [*OF_SETTINGS, *HARMLESS])
+def test_a_setting_that_moved_during_a_pass(name):
+    """It is named until it is pinned again; what changes no bit is not."""
+    with TorchState(torch.device("cpu"))():
+        assert moved("cpu") is None
+        with suppress(AssertionError), SETTINGS[name]():
+            found = moved("cpu")
+            pin_again("cpu")
+            assert moved("cpu") is None
+        assert moved("cpu") is None
+    settings = (*torch_settings._of_process(), *torch_settings._of_thread("cpu"))
+    assert (found in [setting.name for setting in settings]) is (name in OF_SETTINGS)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_what_another_thread_sets_meanwhile_stays(meanwhile):
+    """When the last block ends; the others come back (control)."""
+    get, put = C._get_mkldnn_deterministic, C._set_mkldnn_deterministic
+    torch.set_default_dtype(torch.float64)
+    put(not meanwhile)
+    try:
+        with pinned("cpu"):
+            with pinned("cpu"):
+                assert (get(), torch.get_default_dtype()) == (False, torch.float32)
+            if meanwhile:
+                thread = Thread(target=put, args=(True,))
+                thread.start()
+                thread.join()
+        assert (get(), torch.get_default_dtype()) == (True, torch.float64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        put(False)
+
+
+def test_every_setting_is_in_the_table():
+    """With why it is pinned."""
+    table = Path(determinism.__file__).with_name("README.md").read_text()
+    settings = (
+        *torch_settings._of_process(),
+        *torch_settings._of_gpus(),
+        *torch_settings._of_thread("cpu"),
+    )
+    for name in {setting.name for setting in settings}:
+        assert f"\n| {name} | " in table, name
 
 
 def test_workers_that_flush(two_threads):

@@ -124,7 +124,7 @@ class Contract:
         if uncounted := len(self._served.outline.uncounted):
             logger.warning(
                 "%d tensors of the model were made in torch.inference_mode and count no writes: "
-                "their bits are digested at every call and after code of the user's",
+                "their bits are digested at every call and before a request's last output",
                 uncounted,
             )
 
@@ -152,30 +152,32 @@ class Contract:
         return found if isinstance(found, int) else None
 
     @property
-    def digests(self) -> bool:
-        return self._config.verify_weights
-
-    @property
     def written(self) -> set[str]:
         """Names of buffers that passes were seen to write to: no deterministic request may."""
         return self._served.written
 
-    def changed(self) -> bool:
-        """Whether anything may have changed since the last ``refresh``."""
+    @property
+    def digests(self) -> bool:
+        """Whether there is something that only digests tell of."""
+        return self._config.verify_weights or bool(self._served.outline.uncounted)
+
+    def changed(self, digest: bool = False) -> bool:
+        """Whether anything may have changed since the last ``refresh``. digest: as there."""
+        known = self._weights_digest if digest and self._config.verify_weights else None
         same = ambient(self._runner.device) == self._ambient
-        return not same or self._served.outline.changed() is not None
+        same = same and self._served.outline.changed(digest) is None
+        return not same or (known is not None and known != self._digests())
 
     def refresh(self, digest: bool = True) -> str | None:
         """Follow what changed of process and model since the last call, and name it.
 
         The fingerprint is dropped, and probe results unless only numbers changed. digest: compare
-        the weights' bits where ``EngineConfig(verify_weights=True)`` asks for it. Raises where the
-        model cannot be served as it is now.
+        the bits of weights that count no writes, and of all where ``EngineConfig(verify_weights=
+        True)`` asks for it. Raises where the model cannot be served as it is now.
         """
         what = self._follow_process()
-        change = self._served.outline.changed()
+        change = self._served.outline.changed(digest)
         if change is not None:
-            self._runner.drop_graphs()
             if change.structure:
                 self._renew()
             else:
@@ -183,10 +185,10 @@ class Contract:
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            if before != self._digest():
+            if before != (now := self._digest()):
                 if not self.written:  # by passes, which write again
                     self.weights_changed()
-                    self._digest()
+                    self._weights_digest = now
                 return WEIGHTS if before is not None else what
         return what
 
@@ -339,14 +341,27 @@ class Contract:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""
         before = self.results
         try:
+            self._refuse_changed()
             with self._runner.torch_state():
                 results = proof(self._runner, self.modes, self._found, *given)
+            self._refuse_changed()
         except BaseException:
             self._go_by(before)
             raise
         self._go_by(results)
         disk.store(self._key, results)
         return results
+
+    def _refuse_changed(self) -> None:
+        """Raise DeterminismError where facts that are found now may be another model's."""
+        change = self._served.outline.changed(digest=False, served=True)
+        now = ambient(self._runner.device)
+        what = next((name for name, value in now.items() if value != self._ambient[name]), None)
+        if change is not None and change.structure:
+            what = change.what
+        if what is not None:
+            self._found.clear()
+            raise DeterminismError(f"{what} changed while the model was being proven: call again")
 
     def _go_by(self, results: ProbeResults | None) -> None:
         """Let passes go by these results; None: nothing is known."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Collection, Iterable
-from functools import cache, wraps
+from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_
 from types import FunctionType
@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer, optimizer
 from transformers import PreTrainedConfig
 
 from tinyspec.model.checksum import checksum
@@ -49,6 +49,7 @@ _ABSENT = object()
 _SHAPE, _ASKS = attrgetter("shape"), attrgetter("requires_grad")
 _ADDRESS, _VERSION, _FORWARD = Tensor.data_ptr, attrgetter("_version"), attrgetter("forward")
 WEIGHTS = "the weights"
+Tables = dict[tuple[nn.Module, str], dict[str, Tensor | None]]
 
 
 class Change(NamedTuple):
@@ -141,27 +142,28 @@ class _Structure:
 
 class Outline:
     """Of ``root`` and all inside of it, as it was when this was made; weights as they were at the
-    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared."""
+    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared.
+    tables: of parameters and buffers, as they were then."""
 
     def __init__(self, root: nn.Module):
-        _count_steps()
         self.root = root
         self._structure = _Structure(root)
-        self._writers = _count_merges(self._structure.modules)
-        self._take_weights()
+        self._writers = _count_more(self._structure.modules)
+        self.take_weights()
 
     def release(self) -> None:
-        """It is compared no more: classes have their own methods again, unless others count."""
+        """It is compared no more: nothing is counted for it, in classes and optimizers."""
         self._writers.clear()
 
-    def changed(self) -> Change | None:
-        """What differs, or None."""
+    def changed(self, digest: bool, served: bool = False) -> Change | None:
+        """What differs, or None. digest: the bits of what is ``uncounted``, too. served: of forms,
+        those of the tensors that the shadow has, whatever the model's tables hold now."""
         if (what := self._other_structure()) is not None:
             return Change(what, structure=True)
-        if self._same_weights():
+        if self._same_weights() and not (digest and self._sums != [*map(checksum, self.uncounted)]):
             return None
         # Stand-ins are chosen by forms.
-        held = list(chain.from_iterable(self._weights))
+        held = self._tensors if served else chain.from_iterable(self._weights)
         return Change(WEIGHTS, structure=list(map(_form, held)) != self._forms)
 
     def _other_structure(self) -> str | None:
@@ -177,14 +179,17 @@ class Outline:
         if not (self._packed or self.uncounted) and self._same_tensors():
             self._numbers = self._count_writes()
             return False
-        self._take_weights()
+        self.take_weights()
         return True
 
-    def _take_weights(self) -> None:
-        modules = self._structure.modules
-        tables = [table for m in modules for table in (m._parameters, m._buffers)]
-        self._weights = [table.values() for table in tables]
-        self._tensors = list(chain.from_iterable(self._weights))
+    def take_weights(self, tables: Tables | None = None) -> None:
+        """Compare with the weights as they are now; of ``tables`` where they are given."""
+        modules, names = self._structure.modules, ("_parameters", "_buffers")
+        live = {(m, name): getattr(m, name) for m in modules for name in names}
+        self._weights = [table.values() for table in live.values()]
+        # Taken once: another thread may put others in at any moment.
+        self.tables = tables or {place: dict(table) for place, table in live.items()}
+        self._tensors = [x for table in self.tables.values() for x in table.values()]
         self._forms = list(map(_form, self._tensors))
         others = (x for m in modules for x in vars(m).values() if isinstance(x, Tensor))
         every = {id(x): x for x in (*self._tensors, *others) if x is not None}.values()
@@ -195,6 +200,8 @@ class Outline:
         self._refs = [StorageWeakRef(x.untyped_storage()) for x in self._counted]
         self._storages = list({ref.cdata for ref in self._refs})
         self._layouts, self._numbers = self._layouts_now(), self._count_writes()
+        if tables is None:
+            self._sums = [*map(checksum, self.uncounted)]
 
     def _layouts_now(self) -> list[list[Any]]:
         counted = self._counted
@@ -209,7 +216,6 @@ class Outline:
         return [
             list(map(_VERSION, self._counted)),
             list(map(trace, self._packed)),
-            list(map(checksum, self.uncounted)),
             list(map(_writes.__getitem__, self._storages)),
         ]
 
@@ -257,15 +263,17 @@ def _count(written: Iterable[Tensor]) -> None:
     _writes.update({t.untyped_storage()._cdata for t in written if t.layout == torch.strided})
 
 
-@cache
-def _count_steps() -> None:
-    """From now on, in this process: steps of fused optimizers write to their parameters
-    (``torch.optim.AdamW(..., fused=True)``, which transformers' Trainer takes by default)."""
+class _Stepper:
+    """As long as somebody holds this, steps of optimizers count as writes to their parameters, at
+    their begin and end: version counters miss those of fused ones, Trainer's by default."""
 
-    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _count(p for group in optimizer.param_groups for p in group["params"])
+    def __init__(self) -> None:
+        def stepped(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+            _count(p for group in stepping.param_groups for p in group["params"])
 
-    register_optimizer_step_post_hook(stepped)
+        for when in ("pre", "post"):
+            register = getattr(optimizer, f"register_optimizer_step_{when}_hook")
+            finalize(self, register(stepped).remove)
 
 
 class _Writer:
@@ -290,16 +298,17 @@ class _Writer:
         finalize(self, take_off)
 
 
-_writers: WeakValueDictionary[tuple[Any, str], _Writer] = WeakValueDictionary()
+_writers: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
 
-def _count_merges(modules: Iterable[nn.Module]) -> list[_Writer]:
-    """Of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``, and what swaps
-    adapters in place; to hold while they matter."""
+def _count_more(modules: Iterable[nn.Module]) -> list[Any]:
+    """Steps of optimizers; of layers with adapters (PEFT's) the classes' ``merge`` and ``unmerge``,
+    and what swaps adapters in place; to hold while they matter."""
     bases = {b for kind in map(type, modules) if hasattr(kind, "unmerge") for b in kind.__mro__}
     places: list[tuple[Any, str]] = [(b, name) for b in bases for name in ("merge", "unmerge")]
     if any(base.__module__.startswith("peft.") for base in bases):
         swaps = importlib.import_module("peft.utils.hotswap")
         places.append((swaps, "hotswap_adapter_from_state_dict"))
-    held = [(at, name) for at, name in places if type(vars(at).get(name)) is FunctionType]
-    return [_writers.get(each) or _writers.setdefault(each, _Writer(*each)) for each in held]
+    held = [(_Writer, at, n) for at, n in places if type(vars(at).get(n)) is FunctionType]
+    kinds: list[tuple[Any, ...]] = [(_Stepper,), *held]
+    return [_writers.get(each) or _writers.setdefault(each, each[0](*each[1:])) for each in kinds]

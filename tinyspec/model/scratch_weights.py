@@ -130,7 +130,7 @@ def other_weights(weights: Mapping[int, Tensor], *modules: nn.Module) -> Iterato
     """A block in which ``modules``, of a shadow, have ``weights`` by the ids of their own; tied
     ones stay tied, and buffers that stay are copied.
 
-    Tables of weights are replaced as a whole: the model that shares them sees nothing of it.
+    Tables of weights are replaced as a whole.
     """
     parts = {id(part): part for module in modules for part in module.modules()}.values()
     before = [(part, part._parameters, part._buffers) for part in parts]

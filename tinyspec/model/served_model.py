@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.model.attention import IMPLEMENTATION, AttentionContext, LayerShape
 from tinyspec.model.linears import RowTiles, calls_interface
-from tinyspec.model.outline import IDLE, Outline
+from tinyspec.model.outline import IDLE, Outline, Tables
 from tinyspec.model.positions import RopeTable
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.recurrent import RecurrentShape
@@ -53,7 +53,8 @@ class ServedModel:
 
     def __init__(self, user: PreTrainedModel, root: nn.Module, autocast: Autocast):
         self.user, self.outline = user, Outline(root)
-        shadow = Shadow(root)
+        self._shadow = shadow = Shadow(root)
+        self._take_tensors({})
         self.root: Any = shadow.of(root)
         self.model: PreTrainedModel = shadow.of(user)
         self.autocast, self.context = autocast, AttentionContext(autocast)
@@ -76,7 +77,7 @@ class ServedModel:
         self._marked = [
             (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
         ]
-        self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
+        self._apart: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._own = self._attributes()
 
     def swap(self, made: Mapping[nn.Module, nn.Module]) -> None:
@@ -123,25 +124,35 @@ class ServedModel:
         apart = {each.rpartition(".")[0] for each in found}
         for name, module, table in self._marked:
             if name in apart:
-                shared = vars(module)[table]
-                self._shared.append((module, table, shared))
-                vars(module)[table] = {key: _clone(held) for key, held in shared.items()}
+                own = vars(module)[table]
+                self._apart.append((own, dict(own)))
+                own.update({key: _clone(held) for key, held in own.items()})
         self.written |= found
-        self.outline.follow_weights()
+        self.outline.take_weights(self.outline.tables)
 
     def follow_weights(self) -> bool:
         """Take the weights as they are now: what was computed from buffers is computed again.
         Returns whether more than numbers changed."""
-        while self._shared:  # perhaps passes write no more
-            module, table, shared = self._shared.pop()
-            vars(module)[table] = shared
+        while self._apart:  # perhaps passes write no more
+            own, shared = self._apart.pop()
+            own.update(shared)
         self.written.clear()
+        before = self.outline.tables
         others = self.outline.follow_weights()
+        self._take_tensors(before)
         repack_weights(self.model, self.model.dtype)
         for module in self.model.modules():
             if isinstance(module, RopeTable):
                 module.renew()
         return others
+
+    def _take_tensors(self, before: Tables) -> None:
+        """Put what differs in the outline's tables from those of ``before`` into the shadow's."""
+        for (module, table), now in self.outline.tables.items():
+            own, then = getattr(self._shadow.of(module), table), before.get((module, table), {})
+            own.update({key: x for key, x in now.items() if x is not then.get(key, own)})
+            for key in then.keys() - now.keys():
+                own.pop(key, None)
 
     def counters(self) -> set[str]:
         """Names of attributes that passes have changed, which are no settings."""

@@ -1,8 +1,8 @@
 """A shadow of a model: new module objects over the same Parameters and buffers.
 
 Its modules may be replaced, hooked and run; the model that it was made of sees nothing of it, and
-can be trained, saved, copied and run at any time. Tables of Parameters and buffers are shared;
-tables of children and hooks, plain containers and configs are the shadow's own.
+can be trained, saved, copied and run at any time. Parameters and buffers are shared; the tables of
+these, of children and of hooks, plain containers and configs are the shadow's own.
 All else is shared unless a module of the model is found inside, then it is made anew around the
 shadow's. References through globals and class attributes are not followed. Knows no attention.
 """
@@ -26,7 +26,6 @@ from tinyspec.model.wrappers import Method, is_compiled, own_forward
 
 # What torch keeps on every module in tables of its own.
 TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
-SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 CONTAINERS = (dict, OrderedDict, list, set)
 # What nothing of a model is found inside of, or what is not walked.
 LEAVES = (
@@ -75,9 +74,9 @@ class Shadow:
     def _attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         table = dict(vars(module))
         for name, held in table.items():
-            if name in SHARED:
-                yield name, held
-            elif name in TABLES:  # of children and hooks
+            if name in TABLES and isinstance(held, set):
+                yield name, held.copy()
+            elif name in TABLES:
                 yield name, type(held)((key, self._found(x, DEPTH)) for key, x in held.items())
             elif name == "training":
                 yield name, False

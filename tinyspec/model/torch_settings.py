@@ -96,15 +96,17 @@ def _of_process() -> Settings:
     deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
     algorithms = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     einsum: Any = torch.backends.opt_einsum
+    # What was set as an attribute hides the module's own.
+    own, hiding = vars(einsum.m), vars(einsum)
 
-    def put(value: bool) -> None:  # one that was set as an attribute hides the module's own
-        vars(einsum if "enabled" in vars(einsum) else einsum.m)["enabled"] = value
+    def put(value: bool) -> None:
+        (hiding if "enabled" in hiding else own)["enabled"] = value
 
     gpu = torch.cuda.is_available()
     return (
         Setting("dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
         Setting("deterministic algorithms", *algorithms, 0),
-        Setting("einsum", lambda: einsum.enabled, put, False),
+        Setting("einsum", lambda: hiding.get("enabled", own["enabled"]), put, False),
         _precision("mkldnn", "conv"),
         Setting("mkldnn", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),
         Setting("mkldnn deterministic", *deterministic, False),
@@ -158,6 +160,14 @@ def _restore(settings: Settings, values: Iterable[Any]) -> None:
             put(value)
 
 
+def moved(device_type: str) -> str | None:
+    """After a pass: the first setting that has not its value in passes any more, or None."""
+    for name, get, _, value in (*_of_process(), *_of_thread(device_type)):
+        if get() != value:
+            return name
+    return None
+
+
 def _apply(settings: Settings) -> None:
     """Set what has another value than in passes."""
     _restore(settings, [setting.value for setting in settings])
@@ -207,10 +217,6 @@ def pinned(device_type: str) -> Iterator[None]:
         with _Pinned.lock:
             _Pinned.threads -= 1
             if not _Pinned.threads:
-                _restore(shared, _Pinned.before)
-
-
-def moved(device_type: str) -> str | None:
-    """After a pass: the first setting that has another value than in passes."""
-    settings = (*_of_process(), *_of_thread(device_type))
-    return next((name for name, get, _, value in settings if get() != value), None)
+                for setting, value in zip(shared, _Pinned.before, strict=True):
+                    if setting.get() == setting.value != value:  # what was set meanwhile stays
+                        setting.set(value)
