@@ -20,9 +20,18 @@ from tests.engine.test_soak import seconds
 from tests.support.cases import drain, engine_of
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
+from tests.support.settings import CALLS, CHANGES, defaults
 from tests.support.soak import IDS, Judge
-from tests.support.stress import CALLS, CHANGED, CHANGES, PLACES, PUT, REQUESTS, SETTINGS
-from tests.support.stress import Stress, Weights, defaults, many_switches
+from tests.support.stress import (
+    CHANGED,
+    PLACES,
+    PUT,
+    REQUESTS,
+    SETTINGS,
+    Stress,
+    Weights,
+    many_switches,
+)
 from tinyspec import Engine
 from tinyspec.determinism import results
 

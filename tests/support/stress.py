@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.support.drop_in import SMALL
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.settings import CHANGES, SettingSensitiveLinear, defaults
 from tests.support.soak import CALL, IDS, PLAIN, PROMPTS, Judge
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Completion, RequestOutput, SamplingParams
@@ -51,60 +51,10 @@ SCORED = text(20, seed=30), text(6, seed=31)
 WRITTEN, PUT = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 # Which values these have in each set.
 SETS = [(written, put) for written in range(2) for put in range(2)]
+# Calls of ``settings.CALLS`` in a pass: around a linear of the last layer, and the unembedding.
+PLACES = 4
 CHANGED, ASKED = "changed while it was running", "engine.abort was called for it"
 ENOUGH = 10**9
-
-
-_mkldnn = "mkldnn", "matmul"
-_precision = partial(torch._C._set_fp32_precision_setter, *_mkldnn)
-_mode = torch.set_deterministic_debug_mode
-# Settings of the process: a getter, two values that no pass has, and how each value is set.
-CHANGES: dict[str, tuple[Callable[[], Any], tuple[Any, Any], Callable[[Any], Any]]] = {
-    "default dtype": (
-        torch.get_default_dtype,
-        (torch.float64, torch.bfloat16),
-        torch.set_default_dtype,
-    ),
-    "mkldnn precision": (
-        partial(torch._C._get_fp32_precision_getter, *_mkldnn),
-        ("bf16", "tf32"),
-        _precision,
-    ),
-    "deterministic algorithms": (torch.get_deterministic_debug_mode, (1, 2), _mode),
-}
-DEFAULTS = {"default dtype": torch.float32, "mkldnn precision": "none"}
-DEFAULTS |= {"deterministic algorithms": 0}
-
-
-def defaults() -> None:
-    """Settings as torch has them."""
-    for name, (_, _, put) in CHANGES.items():
-        put(DEFAULTS[name])
-
-
-# Called at ``PLACES`` places of every pass of a model of ``Weights``: before and after a linear of
-# the last layer, before and after the unembedding.
-CALLS: list[Callable[[], Any]] = []
-PLACES = 4
-
-
-class SettingSensitiveLinear(nn.Linear):
-    """Computes something else under every setting that a pass does not have, on any hardware."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        for call in tuple(CALLS):
-            call()
-        out = super().forward(x)
-        if any(get() in values for get, values, _ in CHANGES.values()):
-            out = out * 2
-        for call in tuple(CALLS):
-            call()
-        return out
 
 
 class Weights:
