@@ -37,6 +37,8 @@ PROMPTS, PARAMS = map(list, zip(*REQUESTS, strict=True))
 SCORED = text(12, seed=5), text(5, seed=6)
 CALL = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD, "deterministic": True}
 
+ANOTHER = "another"  # a thread's name
+
 
 class Subject:
     """What the calls are made on, and what they give when nobody interrupts them."""
@@ -122,7 +124,7 @@ class Subject:
 def with_another(work: Callable[[], Any], expected: Any, patience: float = PATIENCE) -> None:
     """``work`` gives this in another thread, which does not wait for ever."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(work()), name=ANOTHER, daemon=True)
     thread.start()
     thread.join(patience)
     assert found == [expected]
@@ -250,6 +252,8 @@ def test_control_of_the_check(sigint):
         finally:
             go_on.set()
         held.result(PATIENCE)
+    for late in [thread for thread in threading.enumerate() if thread.name == ANOTHER]:
+        late.join(PATIENCE)
     left = engine.add_request(*REQUESTS[0])
     with pytest.raises(AssertionError):
         subject().check("generate")
