@@ -110,7 +110,7 @@ class Subject:
         if name == "step":  # what was added stays, and has its bits
             left = list(map(repr, bits_of(drain(self.engine).values())))
             assert set(left) <= set(map(repr, self.bits)) and len(left) <= len(REQUESTS)
-        if name == "asynchronous":  # whose thread may still be about to end
+        if name in ("asynchronous", "waits"):  # whose thread may still be about to end
             gc.collect()
             last = time.monotonic() + PATIENCE
             while self.engine.has_unfinished() and time.monotonic() < last:

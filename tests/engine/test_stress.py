@@ -74,7 +74,14 @@ def run(weights: Weights, seed: str, length: float, rounds: float) -> Judge:
 
 
 KINDS = ("outputs", "plain outputs", "aborts", "scores", "canonical forwards", "rows", "reports")
-KINDS += ("streams that were left", "engines", "functional calls", "changes of weights", *CHANGES)
+KINDS += (
+    "fingerprints",
+    "streams that were left",
+    "engines",
+    "functional calls",
+    "changes of weights",
+    *CHANGES,
+)
 
 
 def test_eight_threads(weights):
@@ -88,7 +95,7 @@ def test_eight_threads_for_minutes(weights, request):
     length = seconds(request.config)
     judge = run(weights, request.config.getoption("--seed"), length, 5.0)
     assert not judge.wrong, judge.wrong[:3]
-    assert judge.counts["outputs"] > 5 * length
+    assert judge.counts["outputs"] > length
     assert all(judge.counts[kind] for kind in KINDS), judge.counts
 
 
@@ -290,7 +297,7 @@ def test_weights_put_in_place_within_a_pass(weights):
     tokens, logprobs, _ = alone(weights, 0, 0)[0][0]
     with engine_of(model, **ONE_BY_ONE) as engine:
         engine.fingerprint  # noqa: B018 - what is to be proven is
-        with at_pass(3, {0: lambda: in_thread(setattr, model.model.norm, "weight", value)}):
+        with at_pass(4, {0: lambda: in_thread(setattr, model.model.norm, "weight", value)}):
             (completion,) = engine.generate([prompt], params)[0].completions
     count = len(completion.token_ids)
     assert completion.finish_reason == "abort" and CHANGED in completion.error

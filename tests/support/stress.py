@@ -157,6 +157,21 @@ class Stress:
         self.judge.plain(outputs.pop())
         for number, output in zip(numbers, outputs, strict=True):
             self.judge.output(number, output, (CHANGED,))
+        if rng.random() < 0.3:
+            self.replays(numbers, outputs)
+
+    def replays(self, numbers: list[int], outputs: list[RequestOutput]) -> None:
+        """With the bits of the request; or to the first token that is another under the weights of
+        now."""
+        again = self.engine.replay(outputs)
+        for number, before, after in zip(numbers, outputs, again, strict=True):
+            ended = [c for c in after.completions if c.finish_reason == "abort"]
+            if not ended:
+                self.judge.output(number, after)
+            elif all(c.finish_reason != "abort" for c in before.completions):
+                other = before.fingerprint != after.fingerprint
+                told = all(CHANGED in str(c.error) for c in ended)
+                self.judge.check("replays that ended", told or other, str(ended))
 
     def streams(self, rng: random.Random) -> None:
         """Read to their end, closed, dropped, or not resumed before the round is over."""
@@ -249,6 +264,7 @@ class Stress:
             self.judge.check("named errors", CHANGED in str(error), str(error))
         else:
             self.judge.check("scores", found in self.weights.scores)
+        self.judge.check("fingerprints", self.engine.fingerprint in self.weights.bits)
         if rng.random() < 0.5:
             with torch.no_grad():
                 self.judge.model("canonical forwards", 0, self.patched)
