@@ -104,8 +104,8 @@ def test_eight_threads_for_minutes(weights, request):
 
 def without_turns(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """From here on no call of ``engine`` waits for another thread's: each runs passes at once."""
-    monkeypatch.setattr(engine.lock, "_take", lambda ready: None)
-    monkeypatch.setattr(engine.lock, "_give", lambda: None)
+    monkeypatch.setattr(engine.driver, "_take", lambda ready, asleep_at: None)
+    monkeypatch.setattr(engine.driver, "_give", lambda news: None)
 
 
 def test_control_without_turns(weights, monkeypatch):

@@ -296,9 +296,8 @@ def test_ctrl_c_at_any_call_leaves_no_turn_held(waits, sigint):
             held = pool.submit(hold) if waits else None
             if waits:
                 entered.wait(PATIENCE)
-            with suppress(KeyboardInterrupt), signals.interrupt_at_call(number):
-                with driver.turn("test"):
-                    pass
+            with suppress(KeyboardInterrupt), signals.interrupt_at_call(number), driver.turn("x"):
+                pass
             leave.set()
             if held is not None:
                 held.result(PATIENCE)

@@ -19,7 +19,7 @@ from tinyspec.engine.drafter import Drafter, NgramDrafter, proposals
 from tinyspec.engine.in_flight import Comparison, InFlightPass, special_row
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
-from tinyspec.model.torch_settings import moved
+from tinyspec.model.torch_settings import moved, moves, pin_again
 from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
@@ -263,10 +263,13 @@ class EngineCore:
     def compute(self, launched: InFlightPass) -> Sampling:
         """The forward, what is sampled from its logits, and decisions on drafts; and whether
         settings were those of passes throughout."""
+        kind = self.runner.device.type
+        pin_again(kind)
+        before = moves()
         try:
             return self._compute(launched)
         finally:
-            launched.moved = moved(self.runner.device.type)
+            launched.moved = moved(kind, before)
 
     def _compute(self, launched: InFlightPass) -> Sampling:
         if launched.copies:

@@ -153,46 +153,58 @@ def _of_thread(device_type: str) -> Settings:
     )
 
 
-def _restore(settings: Settings, values: Iterable[Any]) -> None:
-    """Set what has another value than in ``values``."""
-    for (_, get, put, _), value in zip(settings, values, strict=True):
-        if get() != value:
-            put(value)
+def _restore(settings: Settings, values: Iterable[Any]) -> bool:
+    """Set what has another value than in ``values``; whether anything had."""
+    others = [(put, v) for (_, get, put, _), v in zip(settings, values, strict=True) if get() != v]
+    for put, value in others:
+        put(value)
+    return bool(others)
 
 
-def moved(device_type: str) -> str | None:
-    """After a pass: the first setting that has not its value in passes any more, or None."""
+def moves() -> int:
+    """How often others than the calling thread have moved settings so far, as far as is known."""
+    return _Pinned.moves - _workers.moves
+
+
+def moved(device_type: str, before: int | None = None) -> str | None:
+    """After a pass, with the ``moves`` before it: a setting that others have moved, or None."""
     for name, get, _, value in (*_of_process(), *_of_thread(device_type)):
         if get() != value:
             return name
-    return None
+    return "settings" if before not in (None, moves()) else None
 
 
-def _apply(settings: Settings) -> None:
-    """Set what has another value than in passes."""
-    _restore(settings, [setting.value for setting in settings])
+def _apply(settings: Settings) -> bool:
+    """Set what has another value than in passes; whether anything had."""
+    return _restore(settings, [setting.value for setting in settings])
 
 
 class _Pinned:
-    """How many threads want the settings of the process pinned, and what they were before."""
+    """How many threads want the settings of the process pinned, what they were before, and how often
+    some had to be set again."""
 
-    threads = 0
+    threads = moves = 0
     before: list[Any]
     lock = Lock()
 
 
 class _Workers(local):
-    """How many threads the calling thread had when its workers were last looked at."""
+    """How many threads the calling thread had when its workers were last looked at, and how often
+    its own code moved settings."""
 
-    threads = 1
+    threads, moves = 1, 0
 
 
 _workers = _Workers()
 
 
-def pin_again(device_type: str) -> None:
-    """Within ``pinned``: set again what was changed meanwhile."""
-    _apply(_of_process())
+def pin_again(device_type: str, own: bool = False) -> None:
+    """Within ``pinned``: set again what was changed meanwhile. own: by code of the user's that the
+    calling thread has run for its pass."""
+    if _apply(_of_process()):
+        with _Pinned.lock:
+            _Pinned.moves += 1
+        _workers.moves += own
     _apply(_of_thread(device_type))
     if (threads := torch.get_num_threads()) != _workers.threads:
         openmp.settle()

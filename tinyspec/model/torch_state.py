@@ -176,6 +176,8 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
     if _modes.aside is None:
         yield
         return
+    if _modes.stream is not None:
+        pin_again(_modes.stream.device.type)  # what others have moved until here
     _modes.put_on()
     try:
         yield
@@ -186,7 +188,7 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
     finally:
         _modes.take_off()
         if _modes.stream is not None:
-            pin_again(_modes.stream.device.type)
+            pin_again(_modes.stream.device.type, own=True)
             _modes.stream.again()
 
 
