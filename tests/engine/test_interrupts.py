@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -76,11 +77,13 @@ class Subject:
     def score(self) -> Any:
         return self.engine.score(*([part] for part in SCORED))
 
-    def waits(self) -> Any:
-        """Beside another thread's call, in whose passes its own requests run."""
+    def waits(self, how: Any = NOTHING) -> Any:
+        """Beside another thread's call, in whose passes its own requests run. how: interrupts it,
+        but not Python's own code that begins and ends threads, which that breaks."""
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(self.engine.generate, [[1, 2]], SamplingParams(max_new_tokens=30))
-            found = self.generate()
+            with how:
+                found = self.generate()
             beside.result(PATIENCE)
         return found
 
@@ -110,7 +113,7 @@ class Subject:
         if name == "step":  # what was added stays, and has its bits
             left = list(map(repr, bits_of(drain(self.engine).values())))
             assert set(left) <= set(map(repr, self.bits)) and len(left) <= len(REQUESTS)
-        if name in ("asynchronous", "waits"):  # whose thread may still be about to end
+        if name == "asynchronous":  # whose thread may still be about to end
             gc.collect()
             last = time.monotonic() + PATIENCE
             while self.engine.has_unfinished() and time.monotonic() < last:
@@ -157,15 +160,25 @@ def size_of(work: Callable[[], Any]) -> tuple[int, float]:
 
 @contextmanager
 def interrupt_after(seconds: float):
-    """Ctrl-C from another thread, as a terminal sends it; at the latest at the block's end."""
-    main = threading.main_thread().ident
-    kill = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
-    kill.start()
+    """Ctrl-C from another thread, as a terminal sends it, unless the block has ended before."""
+    main, begun, over = threading.main_thread().ident, SimpleQueue(), []
+
+    def kill() -> None:
+        begun.get()
+        time.sleep(seconds)
+        if not over:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=kill)
+    thread.start()  # it is no place for a signal, nor is ``join``
+    begun.put(None)
     try:
         yield
     finally:
-        kill.cancel()
-        kill.join()
+        over.append(True)
+        handler = signal.signal(signal.SIGINT, lambda *_: None)
+        thread.join()
+        signal.signal(signal.SIGINT, handler)
 
 
 def interrupted(work: Callable[[], Any], how: Any) -> tuple[bool, Any]:
@@ -200,7 +213,7 @@ def test_ctrl_c(name, count, request, sigint):
     work, times = getattr(subject(), name), 0
     expected = subject().expected(name)
     for how in points(rng, *size_of(work), count):
-        within = name == "asynchronous"
+        within = name in ("asynchronous", "waits")
         call = partial(work, how) if within else work
         came, found = interrupted(call, NOTHING if within else how)
         assert came or found == expected

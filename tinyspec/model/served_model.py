@@ -139,7 +139,8 @@ class ServedModel:
         self.written.clear()
         before = self.outline.tables
         others = self.outline.follow_weights()
-        self._take_tensors(before)
+        if others:
+            self._take_tensors(before)
         repack_weights(self.model, self.model.dtype)
         for module in self.model.modules():
             if isinstance(module, RopeTable):
