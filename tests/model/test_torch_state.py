@@ -20,6 +20,7 @@ from tests.fuzz.ambient import can_round
 from tests.support.cases import bits_of, drain, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, determinism
+from tinyspec.engine import core
 from tinyspec.model import openmp, torch_settings
 from tinyspec.model.torch_settings import moved, pin_again, pinned
 from tinyspec.model.torch_state import TorchState
@@ -214,10 +215,11 @@ def test_settings_and_families(name, family):
 @pytest.mark.parametrize(("name", "family"), CHANGES_BITS.items())
 def test_control_unpinned_settings_change_bits(name, family, monkeypatch):
     """Without the pins, and without the modes set aside."""
-    monkeypatch.setattr(torch_settings, "_apply", lambda settings: None)
+    engine, alone, _ = served(family)
+    monkeypatch.setattr(torch_settings, "_apply", lambda settings: False)
+    monkeypatch.setattr(core, "moved", lambda *_: None)
     monkeypatch.setattr(torch._C, "_len_torch_function_stack", lambda: 0)
     monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-    engine, alone, _ = served(family)
     with SETTINGS[name]():
         assert bits_of(engine.generate(PROMPTS, PARAMS)) != alone
 

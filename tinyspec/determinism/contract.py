@@ -37,6 +37,7 @@ from tinyspec.errors import DeterminismError
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
 from tinyspec.model.served_model import ServedModel
+from tinyspec.model.torch_settings import moved, moves
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.kv_cache import free_memory
 from tinyspec.runner.model_runner import ModelRunner
@@ -339,12 +340,14 @@ class Contract:
 
     def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""
-        before = self.results
+        before, kind = self.results, self._runner.device.type
         try:
             self._refuse_changed()
             with self._runner.torch_state():
+                settings = moves()
                 results = proof(self._runner, self.modes, self._found, *given)
-            self._refuse_changed()
+                setting = moved(kind, settings)
+            self._refuse_changed(setting and f"torch's {setting}")
         except BaseException:
             self._go_by(before)
             raise
@@ -352,11 +355,13 @@ class Contract:
         disk.store(self._key, results)
         return results
 
-    def _refuse_changed(self) -> None:
-        """Raise DeterminismError where facts that are found now may be another model's."""
+    def _refuse_changed(self, what: str | None = None) -> None:
+        """Raise DeterminismError where facts that are found now may be another model's, or of other
+        settings: of ``what``."""
         change = self._served.outline.changed(digest=False, served=True)
         now = ambient(self._runner.device)
-        what = next((name for name, value in now.items() if value != self._ambient[name]), None)
+        differs = (name for name, value in now.items() if value != self._ambient[name])
+        what = next(differs, what)
         if change is not None and change.structure:
             what = change.what
         if what is not None:
