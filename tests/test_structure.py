@@ -23,6 +23,7 @@ WINGS = (
     ("serve",),
     ("tools", "drop_in"),
     ("engine",),
+    ("structured",),
     ("thinking",),
     ("determinism",),
     ("runner",),

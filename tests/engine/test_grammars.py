@@ -17,8 +17,8 @@ from tests.support.forms import ANY_FORM, has_form
 from tests.support.mixes import Liar
 from tests.support.tokenizers import KINDS, byte_level, tokenizer_of
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.engine import grammars
-from tinyspec.engine.grammars import Grammars
+from tinyspec.structured import grammars
+from tinyspec.structured.grammars import Grammars
 from tinyspec.tools.demo import BUNDLED
 
 llguidance = pytest.importorskip("llguidance")

@@ -13,7 +13,7 @@ from tests.support.cases import bits_of, cost, one_by_one
 from tests.support.mixes import Liar, plain
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams, audit
-from tinyspec.engine import grammars
+from tinyspec.structured import grammars
 from tinyspec.tools.demo import BUNDLED, THINKER
 
 llguidance = pytest.importorskip("llguidance")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.support.at_random import check_at_random
 from tests.support.forms import SCHEMAS, has_form
 from tests.support.serving import CHAT, MESSAGES, MODEL
-from tinyspec.engine import grammars
 from tinyspec.serve.schemas import repeated
 from tinyspec.serve.tools import HERMES
+from tinyspec.structured import grammars
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,11 @@ NAMES = (
     ("engine/in_flight.py", "", "special_row"),
     ("engine/commit.py", "Committer", "_commit_newest _append_one_by_one _finish stops"),
     ("engine/stop_strings.py", "", "reach decoded first_stop"),
-    ("engine/grammars.py", "", "MOST_STATES"),
-    ("engine/grammars.py", "Reader", "__init__ read next _sound"),
-    ("engine/grammars.py", "Grammar", "allowed _read _reader"),
-    ("engine/grammars.py", "Grammars", "of _compile"),
-    ("engine/spelling.py", "", "IN_FRONT vocabulary Spelling"),
+    ("structured/grammars.py", "", "MOST_STATES"),
+    ("structured/grammars.py", "Reader", "__init__ read next _sound"),
+    ("structured/grammars.py", "Grammar", "allowed _read _reader"),
+    ("structured/grammars.py", "Grammars", "of _compile"),
+    ("structured/spelling.py", "", "IN_FRONT vocabulary Spelling"),
     ("drop_in/run.py", "WideRows", "_sample _note_ends"),
 )
 

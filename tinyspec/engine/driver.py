@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
 from queue import Empty, SimpleQueue
 from threading import Lock, get_ident
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from tinyspec.errors import refuse
 from tinyspec.interrupts import between_steps, flush, waking
@@ -164,28 +162,6 @@ class Driver:
 
 def _always() -> bool:
     return True
-
-
-class Driven(Protocol):
-    """What threads share by its ``driver``."""
-
-    driver: Driver
-
-
-S = TypeVar("S", bound=Driven)
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def takes_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """``method`` in a turn of its own."""
-
-    @wraps(method)
-    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.driver.turn(method.__name__):
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 def not_copied(self: object) -> tuple[object, ...]:

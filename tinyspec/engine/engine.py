@@ -14,7 +14,7 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import make_drafter
-from tinyspec.engine.driver import not_copied, takes_turn
+from tinyspec.engine.driver import not_copied
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
 from tinyspec.engine.request_tracker import ASKED, RequestTracker
 from tinyspec.engine.results import EventStream, output_of, scores_of
@@ -198,31 +198,31 @@ class Engine:
             raise refuse("trace", False, "an engine with EngineConfig(trace=True)")
         return self.core.trace
 
-    @takes_turn
     def forget_plain(self) -> None:
         """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
         only pages of deterministic requests.
 
         Raises ValueError while requests are unfinished.
         """
-        self._refuse_unfinished("forget_plain")
-        self.admission.prefix.drop_plain()
-
-    @takes_turn
-    def end_call(self, releases: bool) -> None:
-        """Where nothing is unfinished: ``forget_plain``, and ``release`` if ``releases``."""
-        if self.closed is None and not self.has_unfinished():
-            self.core.drain()
-            if releases:
-                self._give_back(1 if self._grows else self.pool.num_pages)
+        with self.driver.turn("forget_plain"):
+            self._refuse_unfinished("forget_plain")
             self.admission.prefix.drop_plain()
 
-    @takes_turn
+    def end_call(self, releases: bool) -> None:
+        """Where nothing is unfinished: ``forget_plain``, and ``release`` if ``releases``."""
+        with self.driver.turn("end_call"):
+            if self.closed is None and not self.has_unfinished():
+                self.core.drain()
+                if releases:
+                    self._give_back(1 if self._grows else self.pool.num_pages)
+                self.admission.prefix.drop_plain()
+
     def reserve(self, num_pages: int) -> None:
         """Have a page pool of ``num_pages``, or as large as memory allows. A larger one is larger
         by a quarter at least, and new: what runs is computed again."""
-        self.tracker.refuse_closed()
-        self._reserve(num_pages)
+        with self.driver.turn("reserve"):
+            self.tracker.refuse_closed()
+            self._reserve(num_pages)
 
     def _reserve(self, num_pages: int) -> None:
         there = self.pool.num_pages
@@ -238,14 +238,14 @@ class Engine:
         self.runner.release()
         self.pool.resize(num_pages)
 
-    @takes_turn
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
 
         Raises ValueError while requests are unfinished.
         """
-        self._refuse_unfinished("release")
-        self._give_back(1 if self._grows else self.pool.num_pages)
+        with self.driver.turn("release"):
+            self._refuse_unfinished("release")
+            self._give_back(1 if self._grows else self.pool.num_pages)
 
     @property
     def fingerprint(self) -> str:
@@ -254,24 +254,24 @@ class Engine:
             self.tracker.check_model()
             return self.contract.fingerprint.digest
 
-    @takes_turn
     def warm_up(self) -> None:
         """Prove now what requests would prove once it repays its time: every bucket that
         deterministic requests may use. Results are kept on disk.
 
         Raises ValueError while requests are unfinished, DeterminismError where none can be served.
         """
-        self._refuse_unfinished("warm_up")
-        self.tracker.check_model()
-        self.contract.probe()
-        self.contract.ensure()
+        with self.driver.turn("warm_up"):
+            self._refuse_unfinished("warm_up")
+            self.tracker.check_model()
+            self.contract.probe()
+            self.contract.ensure()
 
-    @takes_turn
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed engine, and what keeps the model as
         it is now from being served."""
-        self.tracker.check_model()
+        with self.driver.turn("check_model"):
+            self.tracker.check_model()
 
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
@@ -355,17 +355,17 @@ class Engine:
             self.tracker.queued[request.request_id] = request
             return request.request_id
 
-    @takes_turn
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        self.tracker.refuse_closed()
-        self.tracker.step()
-        queued, unfinished = self.tracker.queued, self.tracker.requests
-        for name in [each for each in queued if each not in unfinished]:
-            request = queued.pop(name)  # what a tokenizer raises leaves the rest
-            self._outputs.append(output_of(request, self.tokenizer))
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        with self.driver.turn("step"):
+            self.tracker.refuse_closed()
+            self.tracker.step()
+            queued, unfinished = self.tracker.queued, self.tracker.requests
+            for name in [each for each in queued if each not in unfinished]:
+                request = queued.pop(name)  # what a tokenizer raises leaves the rest
+                self._outputs.append(output_of(request, self.tokenizer))
+            outputs, self._outputs = self._outputs, []
+            return outputs
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request, within a step with that; its output so far, with finish_reason "abort".

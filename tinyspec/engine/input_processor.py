@@ -20,7 +20,6 @@ from transformers.utils.hub import cached_files
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.fingerprint_parts import Parts
 from tinyspec.engine.drafter import Drafter
-from tinyspec.engine.grammars import Grammars
 from tinyspec.engine.prompts import as_prompts, continuation_ids, to_token_ids
 from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.model.supported import checked_device, default_eos, vocab_size
@@ -30,6 +29,7 @@ from tinyspec.scalars import plain
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
+from tinyspec.structured.grammars import Grammars
 from tinyspec.thinking.config import FILE as THINKING
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker

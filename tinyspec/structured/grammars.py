@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from tinyspec.determinism.fingerprint_parts import DIGEST, Parts, text_digest
-from tinyspec.engine.spelling import state_of, vocabulary
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.structured.spelling import state_of, vocabulary
 
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
 MOST_STATES = 250_000

@@ -1,0 +1,1 @@
+"""Structured output: which tokens may follow, by a grammar and what is committed."""
