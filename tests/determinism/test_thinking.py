@@ -157,8 +157,8 @@ def test_changes_of_the_blocks_are_seen(change):
 
 @pytest.mark.parametrize("block", ["thinking", "compression"])
 def test_changed_while_a_request_runs(block):
-    """What was thought with other weights is thought again; what has answered ends by name."""
-    model = thinking_model()
+    """What has thought or answered ends by name; a plain request thinks again."""
+    model, (prompt, asked) = thinking_model(), NEEDLES[0]
     with engine_of(model, thinking_window=1) as engine:
         for answers in (False, True):
             engine.core.committer.thinker.forget_states()
@@ -168,13 +168,16 @@ def test_changed_while_a_request_runs(block):
                 engine.step()
                 steps += 1
             negated(block, model)
-            done, again = drain(engine)[name], engine.generate(*NEEDLES[0])[0]
-            if answers:
-                assert request.thoughts
-                assert "changed while it was running" in done.completions[0].error
-            else:
-                assert all_bits(done) == all_bits(again)
-                assert done.fingerprint == again.fingerprint
+            (completion,) = drain(engine)[name].completions
+            assert request.thoughts.found and bool(completion.token_ids) == answers
+            assert "changed while it was running" in completion.error
+        plain = replace(asked, deterministic=False)
+        name = engine.add_request(prompt, plain)
+        for _ in range(4):
+            engine.step()
+        negated(block, model)
+        done, again = drain(engine)[name], engine.generate([prompt], plain)[0]
+    assert all_bits(done) == all_bits(again)
 
 
 @pytest.mark.parametrize("steps", [3, 14])

@@ -100,7 +100,7 @@ def test_each_drafter_is_told_of_its_own_drafts(deterministic):
         truths = [p + t for p, t in zip(asked, tokens(engine.generate(asked, params)), strict=True)]
         wrong = [[*truths[1][:-12], *truths[0][-12:]]]
         drafters = Counts(truths), Counts(wrong), None
-        requested = engine.prepare(asked, params)
+        requested = engine.ready().requests(asked, params)
         for request, one in zip(requested, drafters, strict=True):
             request.drafter = one
         outputs = engine.finish(requested, False)

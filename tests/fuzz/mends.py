@@ -75,7 +75,7 @@ MENDS = {
     "threads between steps": Mend(
         ("threads",),
         {
-            CONTRACT + "Contract.threads_changed": False,
+            CONTRACT + "Contract.threads": None,
             CONTRACT + "Contract._follow_process": _nothing,
         },
     ),
@@ -84,7 +84,7 @@ MENDS = {
             *("parameter written", "parameter replaced", "parameter's data replaced"),
             *("weights loaded", "inference weights written", "adapter merged"),
         ),
-        {TRACKER + "_check_before_pass": _nothing},
+        {TRACKER + "_look": _yes},
     ),
     "what an engine is told": Mend(
         ("data written and told",), {"tinyspec.engine.engine:Engine.weights_changed": _nothing}

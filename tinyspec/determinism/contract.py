@@ -50,6 +50,8 @@ EVERY = 4
 # A proof of more seconds than SHORT waits for ``warm_up``, unless deterministic requests have run
 # for PATIENCE times as long.
 SHORT, PATIENCE = 2.0, 20
+# Of one during which others move torch's settings.
+MOST_PROOFS = 10
 # Passes of a bucket that its proof takes: 3 to 1.2 of 48 to 2048 rows in a model of 43 linears,
 # more of fewer rows.
 PROOF_PASSES = 3
@@ -339,14 +341,25 @@ class Contract:
         return needed <= free
 
     def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
-        """What a proof finds, which is stored; where it raises, passes go by what was known."""
+        """What a proof finds, which is stored; where it raises, passes go by what was known. One
+        during which others moved settings means nothing, and is made again."""
         before, kind = self.results, self._runner.device.type
         try:
-            self._refuse_changed()
-            with self._runner.torch_state():
-                settings = moves()
-                results = proof(self._runner, self.modes, self._found, *given)
-                setting = moved(kind, settings)
+            for _ in range(MOST_PROOFS):
+                self._refuse_changed()
+                error, setting = None, None
+                with self._runner.torch_state():
+                    settings = moves()
+                    try:
+                        results = proof(self._runner, self.modes, self._found, *given)
+                    except Exception as raised:
+                        error = raised
+                    setting = moved(kind, settings)
+                if setting is None:
+                    break
+                self._found.clear()
+            if error is not None:
+                raise error
             self._refuse_changed(setting and f"torch's {setting}")
         except BaseException:
             self._go_by(before)

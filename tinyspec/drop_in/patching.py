@@ -207,7 +207,8 @@ class PatchedGenerate(Method):
             yield engine
         finally:
             try:  # plain outputs must not depend on earlier calls
-                engine.end_call(self._releases)
+                if not engine.driver.in_turn:  # the call was refused there
+                    engine.end_call(self._releases)
             finally:
                 with self._lock:
                     self._calls -= 1

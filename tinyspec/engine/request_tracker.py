@@ -161,6 +161,8 @@ class RequestTracker:
         if any(request.params.deterministic for request in requests):
             self._contract.ensure()
             fingerprint = self._contract.fingerprint
+        with self._core.runner.torch_state.stream():
+            pass  # passes of any thread come after what the caller's stream computes of inputs
         for request in requests:
             request.fingerprint = fingerprint and fingerprint.with_tokenizer(request.tokenizer)
             request.thread = get_ident()
@@ -221,15 +223,16 @@ class RequestTracker:
         while True:
             with self.driver.turn(what, done, asleep_at):
                 with self._passes():
-                    asleep_at, idle = None, False
-                    while not (done() or idle or self.driver.wanted):
+                    asleep_at = None
+                    while not done():
                         idle = not self.run_pass()
                         after_pass()
                         flush()
+                        if idle or self.driver.wanted:
+                            asleep_at = self.driver.news if idle else None
+                            break
                 if done():
                     return then()
-                if idle:
-                    asleep_at = self.driver.news
 
     @contextmanager
     def _passes(self) -> Iterator[None]:

@@ -180,8 +180,8 @@ def _apply(settings: Settings) -> bool:
 
 
 class _Pinned:
-    """How many threads want the settings of the process pinned, what they were before, and how often
-    some had to be set again."""
+    """How many threads want the settings of the process pinned, what they were before, and how
+    often some had to be set again."""
 
     threads = moves = 0
     before: list[Any]
