@@ -155,7 +155,7 @@ def whole_ladder() -> None:
 def proven_on_demand(monkeypatch):
     """Engines know the reference bucket first, and prove others between the passes of requests, as
     soon as these would have used them."""
-    monkeypatch.setattr("tinyspec.determinism.contract.proof_seconds", lambda *_: 0.0)
+    monkeypatch.setattr("tinyspec.determinism.ladder.proof_seconds", lambda *_: 0.0)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ WINGS = (
     ("serve",),
     ("tools", "drop_in"),
     ("engine",),
-    ("structured",),
+    ("drafts", "structured"),
     ("thinking",),
     ("determinism",),
     ("runner",),

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tinyspec.config import EngineConfig
+    from tinyspec.drafts.drafter import Drafter
     from tinyspec.drop_in.forward import canonical
     from tinyspec.drop_in.patching import generate, patch, unpatch
     from tinyspec.engine.async_engine import AsyncEngine
-    from tinyspec.engine.drafter import Drafter
     from tinyspec.engine.engine import Engine
     from tinyspec.errors import DeterminismError, QueueFull, TinyspecError, UnsupportedModelError
     from tinyspec.outputs import Completion, RequestOutput, StreamEvent

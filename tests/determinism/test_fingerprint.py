@@ -140,7 +140,7 @@ MOVES_NONE = {
     "a type": ("scheduler/request.py", "index: int) -> int:", "index: Any) -> Any:"),
     "another constant": ("scheduler/buckets.py", "MOST_DRAFTS = 16", "MOST_DRAFTS = 12"),
     "a drafter": (
-        "engine/drafter.py",
+        "drafts/drafter.py",
         "SHARE, TRIAL, REMEMBERS = 0.02",
         "SHARE, TRIAL, REMEMBERS = 0.03",
     ),

@@ -16,8 +16,8 @@ from tests.support.mixes import bits, crowd, needles
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism import attention_probe, contract, model_probe, proof
-from tinyspec.determinism.contract import PROOF_PASSES, Ladder, proof_seconds
+from tinyspec.determinism import attention_probe, ladder, model_probe, proof
+from tinyspec.determinism.ladder import PROOF_PASSES, Ladder, proof_seconds
 from tinyspec.determinism.results import BucketResult, ProbeResults, Unsound
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
 
 def on_demand(monkeypatch):
     """As soon as a pass would have used them."""
-    monkeypatch.setattr(contract, "EVERY", 1)
+    monkeypatch.setattr(ladder, "EVERY", 1)
 
 
 def at_random(monkeypatch):
@@ -131,9 +131,7 @@ def test_what_a_first_token_waits_for(monkeypatch):
 def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
     """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16; one that takes long
     waits for a request that has run for long, and the log says so once."""
-    monkeypatch.setattr(
-        contract, "proof_seconds", lambda results, *_: 10 * results.buckets[0].proof
-    )
+    monkeypatch.setattr(ladder, "proof_seconds", lambda results, *_: 10 * results.buckets[0].proof)
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
 
@@ -147,11 +145,11 @@ def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
                 return number, found
         return None
 
-    near = contract.EVERY + 1
+    near = ladder.EVERY + 1
     assert first_proof(0.1, 10) == (pytest.approx(1 / 0.5, abs=near), 16)
     assert first_proof(0.1, 32, most=100) is None
     with caplog.at_level(logging.INFO, "tinyspec"):
-        assert first_proof(1.0, 10) == (pytest.approx(10 * contract.PATIENCE, abs=near), 16)
+        assert first_proof(1.0, 10) == (pytest.approx(10 * ladder.PATIENCE, abs=near), 16)
     (line,) = caplog.messages
     assert "16 rows" in line and "warm_up" in line
 

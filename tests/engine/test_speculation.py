@@ -10,7 +10,7 @@ from tests.support.cases import model_of, run, steady, text, whole
 from tests.support.mixes import Liar
 from tests.support.tolerances import OTHER_PASS, close
 from tinyspec import SamplingParams
-from tinyspec.engine import drafter
+from tinyspec.drafts import drafter
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import PassRecord
 
@@ -103,7 +103,7 @@ def test_each_drafter_is_told_of_its_own_drafts(deterministic):
         requested = engine.ready().requests(asked, params)
         for request, one in zip(requested, drafters, strict=True):
             request.drafter = one
-        outputs = engine.finish(requested, False)
+        outputs = engine.outputs("test", lambda _: requested)
     assert tokens(outputs) == [t[len(p) :] for p, t in zip(asked, truths, strict=True)]
     for one, output in zip(drafters[:2], outputs, strict=False):
         stats = output.completions[0].stats

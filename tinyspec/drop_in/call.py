@@ -15,11 +15,11 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from tinyspec.drafts.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.prepare import PreparedRequest
 from tinyspec.drop_in.prompts import Prompts, Streamers, append, stack_steps
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
-from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams

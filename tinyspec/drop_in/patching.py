@@ -18,13 +18,13 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import MaxLengthCriteria
 
 from tinyspec.config import EngineConfig
+from tinyspec.drafts.drafter import make_drafter
 from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.forward import PatchedForward, plain_forwards
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.run import batch_arguments, batch_outputs, run
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, DICT_FIELDS, PROMPT_ARGUMENTS
-from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.supported import CACHE

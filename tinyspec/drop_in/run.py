@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from tinyspec.drafts.drafter import Drafter
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.prepare import is_per_request
 from tinyspec.drop_in.prompts import Streamers
-from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.in_flight import special_row
 from tinyspec.engine.results import EventStream

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from tinyspec.config import EngineConfig
+from tinyspec.drafts.drafter import Drafter, NgramDrafter, proposals
 from tinyspec.engine.commit import Committer
-from tinyspec.engine.drafter import Drafter, NgramDrafter, proposals
 from tinyspec.engine.in_flight import Comparison, InFlightPass, special_row
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
+from tinyspec.drafts.drafter import make_drafter
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.driver import not_copied
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
 from tinyspec.engine.request_tracker import ASKED, RequestTracker

@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_files
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.fingerprint_parts import Parts
-from tinyspec.engine.drafter import Drafter
+from tinyspec.drafts.drafter import Drafter
 from tinyspec.engine.prompts import as_prompts, continuation_ids, to_token_ids
 from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.model.supported import checked_device, default_eos, vocab_size

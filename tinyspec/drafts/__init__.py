@@ -1,0 +1,1 @@
+"""Drafters: who proposes tokens for a verify."""
