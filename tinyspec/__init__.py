@@ -28,7 +28,7 @@ else:
         "drop_in.forward": ("canonical",),
         "drop_in.patching": ("generate", "patch", "unpatch"),
         "engine.async_engine": ("AsyncEngine",),
-        "engine.drafter": ("Drafter",),
+        "drafts.drafter": ("Drafter",),
         "engine.engine": ("Engine",),
         "errors": ("DeterminismError", "QueueFull", "TinyspecError", "UnsupportedModelError"),
         "outputs": ("Completion", "RequestOutput", "StreamEvent"),

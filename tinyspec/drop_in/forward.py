@@ -22,8 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.served import says_nothing
 from tinyspec.engine.engine import Engine
-from tinyspec.errors import refuse, unsupported
+from tinyspec.errors import DeterminismError, refuse, unsupported
 from tinyspec.model.served_model import named
+from tinyspec.model.torch_settings import moved, moves
 from tinyspec.model.wrappers import Method, autocast_of, unwrap
 from tinyspec.runner.differentiable import passes, run_passes
 
@@ -195,7 +196,13 @@ def forward(
             planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
             engine.contract.prove_more({bucket for bucket, *_ in planned})
         with engine.runner.torch_state(gradients=True):
-            return run_passes(engine.runner, sequences, wanted, partial(_exclusive, engine), layers)
+            settings, exclusive = moves(), partial(_exclusive, engine)
+            found = run_passes(engine.runner, sequences, wanted, exclusive, layers)
+            setting = moved(engine.runner.device.type, settings)
+        if setting is not None or engine.contract.changed():
+            what = "the model" if setting is None else f"torch's {setting}"
+            raise DeterminismError(f"{what} changed during a canonical forward: call it again")
+        return found
 
 
 @contextmanager

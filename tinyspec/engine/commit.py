@@ -24,7 +24,6 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, DRAFTING, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
-from tinyspec.thinking.chunks import think
 from tinyspec.thinking.thinker import Thinker
 
 
@@ -58,11 +57,11 @@ class Committer:
         keep them as drafts, whose errors are left to the verify. What is not alive is left out, and
         tokens of works that are not good to their end.
 
-        Raises what a thinking block raised, and afterwards what a criterion raised but Exceptions.
+        Raises what a criterion raised but Exceptions.
         """
         table, works = self.table, done.works
         self.record, self.looked_up = done.record, Counter()
-        ends = self._think(done)
+        ends = self._good_ends(done)
         alive = done.alive
         for result in found.special.values():
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
@@ -96,22 +95,20 @@ class Committer:
             error, self._raised = self._raised, None
             raise error
 
-    def _think(self, done: InFlightPass) -> Array:
-        """[works] int64: up to where the positions of each are good, given what was thought about
-        those before; what follows is truncated. Raises what a block raises."""
-        ends: Array = done.works.ends
-        if self.thinker is None or done.thinking is None or done.thinking.hidden is None:
-            return ends
-        ends = ends.copy()
-        for sequence, error in think(self.thinker, done.thinking, done.alive, ends):
+    def _good_ends(self, done: InFlightPass) -> Array:
+        """[works] int64: up to where the positions of each are good; what follows is truncated."""
+        if done.ends is None or done.thinking is None:
+            found: Array = done.works.ends
+            return found
+        for sequence, error in done.failed:
             self.fail(sequence, error)
         alive = done.alive
         for span in done.thinking.spans:
             for sequence in span.sequence.request.sequences:
                 sequence.thought()
-            if alive[span.work] and ends[span.work] < done.works.ends[span.work]:
-                self.admission.truncate(span.sequence, int(ends[span.work]))
-        return ends
+            if alive[span.work] and done.ends[span.work] < done.works.ends[span.work]:
+                self.admission.truncate(span.sequence, int(done.ends[span.work]))
+        return done.ends
 
     def _start_siblings(self, done: InFlightPass, alive: Array) -> Array:
         """Start the siblings of prompts that are computed, those without a place wait; the rows of
@@ -221,6 +218,8 @@ class Committer:
         which sequences end: those that ``stopped``, and others by text or criteria."""
         table, tokens = self.table, found.tokens[places]
         starts = table.length[rows]
+        if found.logprobs is not None:  # criteria may ask for them
+            table.write_logprobs(rows, starts, counts, found.logprobs[places])
         special = table.places("special_commit", rows)
         if special:
             counts, stopped = counts.copy(), stopped.copy()
@@ -232,8 +231,6 @@ class Committer:
             stopped[n] = sequence.finished
         rest = np.delete(np.arange(len(rows)), special) if special else slice(None)
         table.commit(rows[rest], counts[rest], tokens[rest])
-        if found.logprobs is not None:
-            table.write_logprobs(rows, starts, counts, found.logprobs[places])
         self.record.committed += int(counts.sum())
         return counts, stopped
 

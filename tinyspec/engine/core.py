@@ -30,6 +30,7 @@ from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.thinking.chunks import think
 from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
 
@@ -150,9 +151,30 @@ class EngineCore:
             self._under_way = self._look_ahead(done)
         try:
             done.results = done.fetch()
+            self._think(done)
         except Exception as error:
             done.raised = error
         return done
+
+    def _think(self, done: InFlightPass) -> None:
+        """Let the thinking blocks make the thoughts that a pass has made possible. Raises what they
+        raise."""
+        rows, settings = done.thinking, moves()
+        if self.thinker is None or rows is None or rows.hidden is None:
+            return
+        requests = {span.sequence.request for span in rows.spans}
+        done.thoughts = [(each, len(each.thoughts.found)) for each in requests if each.thoughts]
+        done.ends = done.works.ends.copy()
+        done.failed = think(self.thinker, rows, done.alive, done.ends)
+        done.moved = done.moved or moved(self.runner.device.type, settings)
+
+    def _think_again(self, done: InFlightPass) -> None:
+        """The thoughts that were made behind a pass are not to be kept."""
+        for request, count in done.thoughts:
+            if request.thoughts is not None and request.finished:
+                del request.thoughts.found[count:]
+            else:
+                request.forget_prompt()
 
     def finish(self, done: InFlightPass, sound: bool) -> None:
         """Commit what a pass found, or find out whose error it raised; nothing of either unless it
@@ -168,6 +190,8 @@ class EngineCore:
                 committer.commit(done, results)
             except Exception as error:
                 self._isolate_failure(done, error)
+        else:
+            self._think_again(done)
         done.raised = None  # its frames hold what is on the device
         seconds = time.perf_counter() - began
         if results is not None:  # a CPU is not charged with waiting for another process

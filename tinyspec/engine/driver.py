@@ -37,6 +37,7 @@ class Driver:
         self._posts: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._lock = Lock()  # for the few lines that change what follows
         self._owner: int | None = None
+        self._inside: set[int] = set()
         self._line: list[_Waiter] = []
         self.news = 0
 
@@ -61,11 +62,21 @@ class Driver:
         """Whether the calling thread has the turn: it may post, and not wait."""
         return self._owner == get_ident() and not self.forked
 
+    def check_not_inside(self, what: str) -> None:
+        """Raise RuntimeError naming ``what`` where the calling thread has the turn, or is asking
+        for it or giving it up, as a signal handler may find it: it would wait for itself."""
+        if get_ident() in self._inside:
+            raise RuntimeError(
+                f"{what} was called from within a step of the same engine (by a logits processor, "
+                "criterion, drafter, hook or signal handler); only abort and weights_changed may "
+                "be called there"
+            )
+
     # Posting
 
     def post(self, what: Callable[[], object]) -> None:
-        """Let ``what`` be done in the next turn, or by the next look of this one; at any line of
-        any thread, as of finalizers and signal handlers."""
+        """Let ``what`` be done when the next turn begins, or in this one before the next commit or
+        at its end; at any line of any thread, as of finalizers and signal handlers."""
         self._posts.put(what)
         self._wake()
 
@@ -97,25 +108,24 @@ class Driver:
 
         what: the call that needs it. ready: of one who wants passes alone: whether it has more to
         do than to run them; called in other turns. asleep_at: sleep until there is other ``news``.
-        Raises ValueError in a forked process, RuntimeError naming ``what`` where the calling thread
-        has the turn.
+        Raises ValueError in a forked process, and as ``check_not_inside``.
         """
         self.check_process()
-        if self.in_turn:
-            raise RuntimeError(
-                f"{what} was called from within a step of the same engine (by a logits processor, "
-                "criterion, drafter or hook); only abort and weights_changed may be called there"
-            )
+        self.check_not_inside(what)
         with between_steps():
-            self._take(ready or _always, asleep_at)
+            self._inside.add(get_ident())
             try:
-                self.apply_posts()
-                yield
-            finally:
+                self._take(ready or _always, asleep_at)
                 try:
                     self.apply_posts()
+                    yield
                 finally:
-                    self._give(news=ready is None)
+                    try:
+                        self.apply_posts()
+                    finally:
+                        self._give(news=ready is None)
+            finally:
+                self._inside.discard(get_ident())
 
     @property
     def wanted(self) -> bool:
@@ -142,6 +152,8 @@ class Driver:
                     self._line.remove(waiter)
             if waiter.given:
                 self._give(news=False)
+            else:
+                self._wake()  # by whom the lock was found held
             raise
 
     def _give(self, news: bool) -> None:

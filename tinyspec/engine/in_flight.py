@@ -17,7 +17,7 @@ from tinyspec.runner.processors import SpecialRow
 from tinyspec.runner.sampler import SampleBatch, Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
-from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.thinking.taps import ThinkingRows
 
@@ -57,7 +57,9 @@ class InFlightPass:
     torch's that another thread has set since it was pinned for it.
 
     For its commit: began: wall and process time at its begin. results, raised: what it found, or
-    raised.
+    raised. ends [works]: up to where their positions are good, given what was thought about those
+    before. thoughts: whose prompts were thought about, and how many thoughts each had. failed:
+    sequences without a thought, and why.
     """
 
     work_pass: Pass
@@ -83,6 +85,9 @@ class InFlightPass:
     began: tuple[float, float] = (0.0, 0.0)
     results: Sampled | None = None
     raised: Exception | None = None
+    ends: Array | None = None
+    thoughts: list[tuple[Request, int]] = field(default_factory=list)
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
 
     @classmethod
     def of(cls, work_pass: Pass, admission: Admission) -> InFlightPass:

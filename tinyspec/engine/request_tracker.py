@@ -58,20 +58,16 @@ class RequestTracker:
     # Looks at the model
 
     def check_model(self) -> None:
-        """The look with which a submit begins: compare the model with what it was, its digest
-        where there is one.
-
-        Raises ValueError for an engine that is closed, in a thread in which torch computes with
-        another number of threads than running requests of others, and what keeps the model as it is
-        now from being served.
-        """
+        """The look with which a submit begins, digests too. Raises ValueError for an engine that is
+        closed, or another number of threads than running requests of others have, and what keeps
+        the model as it is now from being served."""
         self.refuse_closed()
         self._refuse_other_number()
         self._refresh(digest=True)
 
     def _refuse_other_number(self) -> None:
-        """In a thread for which torch computes with another number of threads than before: raise
-        ValueError where it is not the caller of requests whose bits depend on that number."""
+        """Raise ValueError where torch computes with another number of threads in this one than in
+        those of the callers of requests whose bits depend on it."""
         callers, threads = [each.thread for each in self._asking], self._contract.threads
         own = torch.get_num_threads()
         if callers and get_ident() not in callers and threads not in (None, own):
@@ -82,9 +78,8 @@ class RequestTracker:
             )
 
     def _look(self) -> bool:
-        """The look with which passes begin, and which stands between what one has found and its
-        commit: whether the model is as it was at the last look, and nobody has said otherwise.
-        Where not, what was computed is dropped."""
+        """Whether the model is as it was at the last look, and nobody has said otherwise; where
+        not, what was computed is dropped."""
         before = self._changes
         self.driver.apply_posts()
         if self._contract.changed():
@@ -104,11 +99,8 @@ class RequestTracker:
             self._start_again(what)
 
     def _start_again(self, what: str) -> None:
-        """Drop everything computed with the model as it was; ``what`` changed.
-
-        A deterministic request of which anything is committed is aborted; the others continue with
-        the model as it is.
-        """
+        """``what`` changed: drop what was computed with the model as it was. A deterministic
+        request of which anything is committed is aborted; the others go on with it as it is."""
         self._changes += 1
         begun = [request for request in self._asking if request.begun]
         self._abort(begun, f"{what} changed while it was running")
@@ -215,10 +207,8 @@ class RequestTracker:
         then: Callable[[], T],
         after_pass: Callable[[], object] = lambda: None,
     ) -> T:
-        """Run passes for all until ``done``, and return what ``then`` does in the same turn.
-
-        Another thread gets the turn after any pass where it wants more than passes; and where there
-        is nothing to run this one sleeps until there may be."""
+        """Run passes for all until ``done``, and return what ``then`` does in the same turn. Who
+        wants more than passes gets the turn after any; where there is nothing to run, sleep."""
         asleep_at = None
         while True:
             with self.driver.turn(what, done, asleep_at):
@@ -258,7 +248,7 @@ class RequestTracker:
 
     def run_pass(self) -> bool:
         """Run one pass, commit what it found, and forget the requests that it finished; whether
-        there was one. Raises what a caller's own code means for it: an exit or an interrupt."""
+        there was one. Raises exits and interrupts of the caller's own code."""
         core, contract = self._core, self._contract
         with core.runner.torch_state():
             begun, written = time.perf_counter(), len(contract.written)
@@ -266,7 +256,7 @@ class RequestTracker:
                 core.propose()
                 done = core.begin()
                 if done is not None:
-                    core.finish(done, self._is_sound(done))
+                    core.finish(done, self._is_sound(done, written))
             except BaseException:  # all running sequences are computed again
                 core.admission.preempt_all()
                 raise
@@ -275,36 +265,46 @@ class RequestTracker:
             if done is None:
                 return False
             self.driver.news += 1
-            sound = len(contract.written) == written
-            if sound and core.table.any("deterministic"):  # prove what makes them faster
+            if core.table.any("deterministic"):  # prove what makes them faster
                 seconds = time.perf_counter() - begun
-                sound = contract.prove_repaid(seconds, core.scheduler.accepted())
-            if not sound:
-                self._ensure()
+                if not contract.prove_repaid(seconds, core.scheduler.accepted()):
+                    self._ensure()
             return True
 
-    def _is_sound(self, done: InFlightPass) -> bool:
+    def _is_sound(self, done: InFlightPass, written: int) -> bool:
         """Whether what a pass found may be committed, or its error blamed on a request: nothing
-        that bits depend on has changed since. Where it has, everything is computed again."""
-        final = done.alive & (done.works.kinds != DRAFT)
-        asks = np.count_nonzero(self._core.table.deterministic[done.works.rows[final]])
-        if not asks and done.raised is None:
+        that bits depend on has changed since. Where it has, everything that goes on is computed
+        again. written: how many buffers passes had been seen to write to before."""
+        self.driver.apply_posts()
+        core, works = self._core, done.works
+        final = done.alive & (works.kinds != DRAFT)
+        asks = np.count_nonzero(core.table.deterministic[works.rows[final]])
+        # Pages of a canonical pass may be found by deterministic requests.
+        if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
             return True
+        called = [core.table.sequences[row].request for row in works.rows[done.alive].tolist()]
+        called = [r for r in called if r.params.deterministic and r.params.logits_processors]
+        what = None
         if not self._look():
-            return False
-        if done.moved is None:
+            what = "the model"
+        elif len(self._contract.written) > written:
+            self._ensure()
+            what = "a buffer"
+        elif done.moved is not None:
+            what = f"torch's {done.moved}"
+            self._moved += 1
+            if self._moved > MOST_MOVED:
+                self._abort(self._asking, f"{what} was set in each of {MOST_MOVED} passes")
+        if what is None:
             self._moved = 0
             return True
-        self._moved += 1
-        if self._moved > MOST_MOVED:
-            why = f"torch's {done.moved} was set by others in each of {MOST_MOVED} passes"
-            self._abort(self._asking, why)
-        self._core.admission.preempt_all()
+        # Processors may count the calls.
+        self._abort(called, f"{what} changed while its logits processors ran")
+        core.admission.forget_pages()
         return False
 
     def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
-        """After ``core.committer.supply``: those of ``sequences`` that have a reason end with
-        it."""
+        """After ``core.committer.supply``: those of ``sequences`` that have a reason end."""
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason:
                 self._core.committer.end(sequence, reason)
@@ -313,27 +313,32 @@ class RequestTracker:
     def _finish(self) -> None:
         """After a pass: forget the requests that it finished, and do what was posted."""
         ended = self._core.committer.take_ended()
-        if self._contract.digests and any(sequence.deterministic for sequence in ended):
-            before = self._changes
-            with suppress(TinyspecError, ValueError):
-                self._refresh(digest=True)
-            if self._changes > before:
-                for sequence in ended:
-                    if sequence.deterministic:
-                        sequence.finish_reason = "abort"
-                        sequence.error = "the weights changed while it was running"
+        if not self._look_at_digests([sequence.request for sequence in ended]):
+            for sequence in ended:
+                if sequence.deterministic:
+                    sequence.finish_reason = "abort"
+                    sequence.error = "the weights changed while it was running"
         for sequence in ended:
             if sequence.request.finished:
                 self._remove(sequence.request)
         self.driver.apply_posts()
+
+    def _look_at_digests(self, requests: Iterable[Request]) -> bool:
+        """The look before the last output of ``requests``, where there are digests; whether the
+        model is as it was."""
+        before = self._changes
+        if self._contract.digests and any(r.params.deterministic for r in requests):
+            with suppress(TinyspecError, ValueError):  # which every request was told
+                self._refresh(digest=True)
+        return self._changes == before
 
     def has_unfinished(self) -> bool:
         """Whether requests are unfinished, or finished and not reported."""
         return bool(self.queued or self.requests.keys() - self._dropped)
 
     def abort(self, request_id: str, then: Callable[[Request], T]) -> T:
-        """End one request, within a pass with that; what ``then`` makes of it. ValueError if none
-        of that id is unfinished."""
+        """End one request, and nothing more of it is committed; what ``then`` makes of it.
+        ValueError if none of that id is unfinished."""
         within = self.driver.in_turn
         with nullcontext() if within else self.driver.turn("abort"):
             request = self.requests.get(request_id)
@@ -343,6 +348,7 @@ class RequestTracker:
             if within:
                 self.drop([request])
             else:
+                self._look_at_digests([request])
                 self._abort([request], ASKED)
             return then(request)
 
@@ -355,13 +361,18 @@ class RequestTracker:
                 self._abort(requests)
 
     def drop(self, requests: list[Request]) -> None:
-        """As ``cancel``, at any line of any thread, as finalizers are: by the next turn or look."""
+        """As ``cancel``, at any line of any thread, as finalizers are: by a post."""
         if unfinished := list(filter(self._unfinished, requests)):
             self._dropped.update(request.request_id for request in unfinished)
-            self.driver.post(partial(self._abort, unfinished, ASKED))
+            self.driver.post(partial(self._drop, unfinished))
+
+    def _drop(self, requests: list[Request]) -> None:
+        self._abort(requests, ASKED)
+        self._dropped.difference_update(request.request_id for request in requests)
 
     def close(self) -> None:
         """Abort all; no request can be added any more."""
+        self._look_at_digests(self.requests.values())
         self.closed = "closed"
         self.queued.clear()
         self._abort(self.requests.values(), "the engine was closed")
@@ -379,7 +390,6 @@ class RequestTracker:
 
     def _remove(self, request: Request) -> None:
         self.requests.pop(request.request_id, None)
-        self._dropped.discard(request.request_id)
         self.driver.news += 1
         if not self.requests:
             self._core.runner.prepacked.forget()

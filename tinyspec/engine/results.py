@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
@@ -46,7 +47,7 @@ def output_of(request: Request, tokenizer: Any) -> RequestOutput:
         params=request.params,
         completions=[_completion_of(sequence, tokenizer) for sequence in request.sequences],
         fingerprint=known and known.digest,
-        prompt_logprobs=request.prompt_logprobs or None,
+        prompt_logprobs=[*request.prompt_logprobs] or None,
         fingerprint_parts=known and dict(known.parts),
         thoughts=thoughts_of(request, tokenizer),
     )
@@ -75,10 +76,10 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
         token_ids=token_ids,
         text=text_of(tokenizer, token_ids, sequence.params),
         logprobs=sequence.logprobs if sequence.params.logprobs else None,
-        top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
+        top_logprobs=[*sequence.top_logprobs] if sequence.params.top_logprobs else None,
         finish_reason=sequence.finish_reason,
         error=sequence.error,
-        stats=sequence.stats,
+        stats=replace(sequence.stats),
         stop_reason=sequence.stop_reason,
     )
 
@@ -170,11 +171,12 @@ class EventStream(Iterator[StreamEvent]):
                 self._open[sequence] = _Told(text, request.num_prompt, prompt)
 
     def __next__(self) -> StreamEvent:
-        while not self._events:
+        while True:
+            with suppress(IndexError):
+                return self._events.popleft()
             self._tracker.drive("stream", self._ready, self._look)
             if not (self._events or self._open):
                 raise StopIteration
-        return self._events.popleft()
 
     def _ready(self) -> bool:
         """Whether there is something to tell."""
@@ -222,7 +224,7 @@ class EventStream(Iterator[StreamEvent]):
                 told.thoughts += len(event.thoughts or ())
             self._events.append(event)
             if sequence.finished:
-                del self._open[sequence]
+                self._open.pop(sequence, None)  # another thread may have closed the stream
 
     def new_events(self) -> list[StreamEvent] | None:
         """What there is now, in a turn and without running the engine: None where there is nothing
@@ -234,8 +236,8 @@ class EventStream(Iterator[StreamEvent]):
 
     def close(self) -> None:
         """Abort what is unfinished and forget what was not read."""
-        self._tracker.cancel(self.requests)
         self._open = {}  # another thread may be going through what there was
+        self._tracker.cancel(self.requests)
         self._events.clear()
 
     def __enter__(self) -> EventStream:
