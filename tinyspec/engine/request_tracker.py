@@ -27,8 +27,8 @@ from tinyspec.scheduler.passes import DRAFT
 from tinyspec.scheduler.request import Request, Sequence
 
 ASKED = "engine.abort was called for it"
-# Passes in a row in which another thread may set a setting of the process.
-MOST_MOVED = 100
+# Passes in a row during which the model, or a setting of torch's, may change.
+MOST_UNSOUND = 100
 T = TypeVar("T")
 
 
@@ -48,7 +48,7 @@ class RequestTracker:
         self.driver = Driver()
         self._core, self._contract = core, contract
         self._dropped: set[str] = set()  # whose end was posted
-        self._changes = self._moved = 0
+        self._changes = self._unsound = 0
 
     def refuse_closed(self) -> None:
         """Raise ValueError for an engine that runs nothing."""
@@ -275,7 +275,7 @@ class RequestTracker:
         """Whether what a pass found may be committed, or its error blamed on a request: nothing
         that bits depend on has changed since. Where it has, everything that goes on is computed
         again. written: how many buffers passes had been seen to write to before."""
-        self.driver.apply_posts()
+        self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
         core, works = self._core, done.works
         final = done.alive & (works.kinds != DRAFT)
         asks = np.count_nonzero(core.table.deterministic[works.rows[final]])
@@ -292,12 +292,11 @@ class RequestTracker:
             what = "a buffer"
         elif done.moved is not None:
             what = f"torch's {done.moved}"
-            self._moved += 1
-            if self._moved > MOST_MOVED:
-                self._abort(self._asking, f"{what} was set in each of {MOST_MOVED} passes")
+        self._unsound = self._unsound + 1 if what else 0
         if what is None:
-            self._moved = 0
             return True
+        if self._unsound > MOST_UNSOUND:  # others are to go on
+            self._abort(self._asking, f"{what} changed in each of {MOST_UNSOUND} passes")
         # Processors may count the calls.
         self._abort(called, f"{what} changed while its logits processors ran")
         core.admission.forget_pages()
