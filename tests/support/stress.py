@@ -302,7 +302,7 @@ class Stress:
                 try:
                     what(self, rng)
                 except DeterminismError as error:  # settings moved during each try of a proof
-                    self.judge.check("refused", "being proven: call again" in str(error), error)
+                    self.judge.check("refused", "during each of 10 proofs" in str(error), error)
         except Exception as error:
             where = error.__traceback__
             while where and where.tb_next:

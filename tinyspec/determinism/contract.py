@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from threading import get_ident
 from typing import Any
 
 from tinyspec.determinism import results as disk
@@ -93,6 +94,17 @@ class Contract:
         """Torch's number of them, where bits depend on it."""
         found = self._ambient.get(THREADS)
         return found if isinstance(found, int) else None
+
+    def refuse_other_number(self, callers: Collection[int]) -> None:
+        """Raise ValueError where torch computes with another number of threads in this one than in
+        those of ``callers``, of whose running requests bits depend on it."""
+        own = torch.get_num_threads()
+        if callers and get_ident() not in callers and self.threads not in (None, own):
+            raise ValueError(
+                f"torch computes with {own} threads in this thread of Python, and with another "
+                "number in those whose deterministic requests are unfinished; call "
+                "torch.set_num_threads with the same number in all that use the engine"
+            )
 
     @property
     def written(self) -> set[str]:
@@ -300,7 +312,12 @@ class Contract:
                 self._found.clear()
             if error is not None:
                 raise error
-            self._refuse_changed(setting and f"torch's {setting}")
+            if setting is not None:
+                raise DeterminismError(
+                    f"torch's {setting} was set during each of {MOST_PROOFS} proofs, by another "
+                    "thread or by the model's own forward; deterministic=True needs it left alone"
+                )
+            self._refuse_changed()
         except BaseException:
             self._go_by(before)
             raise
@@ -308,13 +325,11 @@ class Contract:
         disk.store(self._key, results)
         return results
 
-    def _refuse_changed(self, what: str | None = None) -> None:
-        """Raise DeterminismError where facts that are found now may be another model's, or of other
-        settings: of ``what``."""
+    def _refuse_changed(self) -> None:
+        """Raise DeterminismError where facts that are found now may be another model's."""
         change = self._served.outline.changed(digest=False, served=True)
         now = ambient(self._runner.device)
-        differs = (name for name, value in now.items() if value != self._ambient[name])
-        what = next(differs, what)
+        what = next((name for name, value in now.items() if value != self._ambient[name]), None)
         if change is not None and change.structure:
             what = change.what
         if what is not None:

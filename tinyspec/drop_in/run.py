@@ -63,9 +63,11 @@ def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
                 streamers.put(place, event.token_ids, ended, call.pad)
         raise_failed(sequences)
     finally:
-        engine.tracker.cancel(requests)
-        if streamers is not None:  # who reads them in another thread waits for it
-            streamers.end()
+        try:
+            engine.tracker.cancel(requests)
+        finally:
+            if streamers is not None:  # who reads them in another thread waits for it
+                streamers.end()
     return sequences
 
 
@@ -142,8 +144,7 @@ class WideRows:
 
         def step() -> None:
             if not any(sequence.finished for sequence in sequences):
-                with engine.runner.torch_state():
-                    self._step(engine, sequences)
+                self._step(engine, sequences)
 
         tracker.submit(requests)
         while not any(sequence.finished for sequence in sequences):

@@ -21,11 +21,11 @@ from tinyspec.model import openmp
 class _Waiter:
     """A thread in the line. ready: whether it wants more than passes, which another thread may run
     for it meanwhile. asleep_at: ``news`` when there was nothing to run for it. given: it has the
-    turn. bell: wakes it."""
+    turn. passed_over: the turn went to one behind it. bell: wakes it."""
 
     def __init__(self, ready: Callable[[], bool], asleep_at: int | None):
         self.ready, self.asleep_at, self.thread = ready, asleep_at, get_ident()
-        self.given = False
+        self.given = self.passed_over = False
         self.bell: SimpleQueue[None] = SimpleQueue()
 
 
@@ -85,6 +85,7 @@ class Driver:
         with suppress(Empty):
             while True:
                 self._posts.get_nowait()()
+                self.news += 1
 
     def _wake(self) -> None:
         """Let a sleeper see what was posted. Where the lock is held, its holder does this."""
@@ -115,7 +116,7 @@ class Driver:
         with between_steps():
             self._inside.add(get_ident())
             try:
-                self._take(ready or _always, asleep_at)
+                self._take(ready or (lambda: True), asleep_at)
                 try:
                     self.apply_posts()
                     yield
@@ -157,23 +158,24 @@ class Driver:
             raise
 
     def _give(self, news: bool) -> None:
-        """To the first that wants more than passes, or else to the first that is awake."""
+        """To the first that wants more than passes, but past another one only once; or else to the
+        first that is awake."""
         with self._lock:
             self.news += news
             self._owner = None
             awake = [waiter for waiter in self._line if waiter.asleep_at != self.news]
             if awake:
-                self._hand_to(next((each for each in awake if each.ready()), awake[0]))
+                chosen = next((each for each in awake if each.ready()), awake[0])
+                if awake[0].passed_over:
+                    chosen = awake[0]
+                awake[0].passed_over = True
+                self._hand_to(chosen)
         self._wake()
 
     def _hand_to(self, waiter: _Waiter) -> None:
         self._line.remove(waiter)
         self._owner, waiter.given = waiter.thread, True
         waiter.bell.put(None)
-
-
-def _always() -> bool:
-    return True
 
 
 def not_copied(self: object) -> tuple[object, ...]:

@@ -62,20 +62,8 @@ class RequestTracker:
         closed, or another number of threads than running requests of others have, and what keeps
         the model as it is now from being served."""
         self.refuse_closed()
-        self._refuse_other_number()
+        self._contract.refuse_other_number([request.thread for request in self._asking])
         self._refresh(digest=True)
-
-    def _refuse_other_number(self) -> None:
-        """Raise ValueError where torch computes with another number of threads in this one than in
-        those of the callers of requests whose bits depend on it."""
-        callers, threads = [each.thread for each in self._asking], self._contract.threads
-        own = torch.get_num_threads()
-        if callers and get_ident() not in callers and threads not in (None, own):
-            raise ValueError(
-                f"torch computes with {own} threads in this thread of Python, "
-                "and with another number in those whose deterministic requests are unfinished; "
-                "call torch.set_num_threads with the same number in all that use the engine"
-            )
 
     def _look(self) -> bool:
         """Whether the model is as it was at the last look, and nobody has said otherwise; where
@@ -83,7 +71,7 @@ class RequestTracker:
         before = self._changes
         self.driver.apply_posts()
         if self._contract.changed():
-            with suppress(TinyspecError, ValueError):  # which every request was told
+            with suppress(Exception):  # every request was told
                 self._refresh(digest=False)
         return self._changes == before
 
@@ -124,9 +112,11 @@ class RequestTracker:
         try:
             self._contract.ensure()
             fingerprint = self._contract.fingerprint
-        except Exception as error:  # of whatever the model is made of now
+        except BaseException as error:  # of whatever the model is made of now
             self._abort(self._asking, _told(error))
-            return
+            if isinstance(error, Exception):
+                return
+            raise
         for request in self.requests.values():
             request.fingerprint = fingerprint.with_tokenizer(request.tokenizer)
 
@@ -139,9 +129,9 @@ class RequestTracker:
 
     def _written(self) -> None:
         if self.closed is None:
-            with suppress(TinyspecError, ValueError):  # of a model that is another altogether
+            with suppress(Exception):  # every request was told
                 self._refresh(digest=False)
-            self._contract.weights_changed()
+                self._contract.weights_changed()
             self._start_again("the weights")
 
     # Requests
@@ -149,6 +139,7 @@ class RequestTracker:
     def add(self, requests: list[Request]) -> None:
         """Queue requests, after a look in this turn. DeterminismError, and nothing is queued, if
         the contract cannot be kept."""
+        self.refuse_closed()
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
             self._contract.ensure()
@@ -188,17 +179,19 @@ class RequestTracker:
             return all(sequence.finished for sequence in sequences)
 
         # A bar that is not shown would all the same start tqdm's thread.
-        shown = tqdm(total=len(sequences), unit="completion", delay=2.0) if progress else None
-        with shown or nullcontext():
+        shown = None
 
-            def show() -> None:
-                if shown is not None:
-                    shown.update(sum(s.finished for s in sequences) - shown.n)
+        def show() -> None:
+            if shown is not None:
+                shown.update(sum(s.finished for s in sequences) - shown.n)
 
-            try:
+        try:
+            if progress:
+                shown = tqdm(total=len(sequences), unit="completion", delay=2.0)
+            with shown or nullcontext():
                 return self.drive("generate", done, then, show)
-            finally:
-                self.cancel(requests)
+        finally:
+            self.cancel(requests)
 
     def drive(
         self,
@@ -211,16 +204,15 @@ class RequestTracker:
         wants more than passes gets the turn after any; where there is nothing to run, sleep."""
         asleep_at = None
         while True:
-            with self.driver.turn(what, done, asleep_at):
-                with self._passes():
-                    asleep_at = None
-                    while not done():
-                        idle = not self.run_pass()
-                        after_pass()
-                        flush()
-                        if idle or self.driver.wanted:
-                            asleep_at = self.driver.news if idle else None
-                            break
+            with self.driver.turn(what, done, asleep_at), self._passes():
+                asleep_at = None
+                while not done():
+                    idle = not self.run_pass()
+                    after_pass()
+                    flush()
+                    if idle or self.driver.wanted:
+                        asleep_at = self.driver.news if idle else None
+                        break
                 if done():
                     return then()
 
@@ -234,7 +226,8 @@ class RequestTracker:
         if threads != own:
             torch.set_num_threads(threads)
         try:
-            self._look()
+            if self.closed is None:
+                self._look()
             with self._core.runner.torch_state():
                 yield
         finally:
@@ -249,27 +242,30 @@ class RequestTracker:
     def run_pass(self) -> bool:
         """Run one pass, commit what it found, and forget the requests that it finished; whether
         there was one. Raises exits and interrupts of the caller's own code."""
-        core, contract = self._core, self._contract
+        core, begun = self._core, time.perf_counter()
         with core.runner.torch_state():
-            begun, written = time.perf_counter(), len(contract.written)
             try:
-                core.propose()
-                done = core.begin()
-                if done is not None:
-                    core.finish(done, self._is_sound(done, written))
+                if not self._run_pass():
+                    return False
             except BaseException:  # all running sequences are computed again
                 core.admission.preempt_all()
                 raise
             finally:
                 self._finish()
-            if done is None:
-                return False
             self.driver.news += 1
             if core.table.any("deterministic"):  # prove what makes them faster
                 seconds = time.perf_counter() - begun
-                if not contract.prove_repaid(seconds, core.scheduler.accepted()):
+                if not self._contract.prove_repaid(seconds, core.scheduler.accepted()):
                     self._ensure()
             return True
+
+    def _run_pass(self) -> bool:
+        written = len(self._contract.written)
+        self._core.propose()
+        if (done := self._core.begin()) is None:
+            return False
+        self._core.finish(done, self._is_sound(done, written))
+        return True
 
     def _is_sound(self, done: InFlightPass, written: int) -> bool:
         """Whether what a pass found may be committed, or its error blamed on a request: nothing
@@ -297,6 +293,9 @@ class RequestTracker:
             return True
         if self._unsound > MOST_UNSOUND:  # others are to go on
             self._abort(self._asking, f"{what} changed in each of {MOST_UNSOUND} passes")
+            self._unsound = 0
+            if done.raised is not None:
+                return True
         # Processors may count the calls.
         self._abort(called, f"{what} changed while its logits processors ran")
         core.admission.forget_pages()
@@ -327,7 +326,7 @@ class RequestTracker:
         model is as it was."""
         before = self._changes
         if self._contract.digests and any(r.params.deterministic for r in requests):
-            with suppress(TinyspecError, ValueError):  # which every request was told
+            with suppress(Exception):  # every request was told
                 self._refresh(digest=True)
         return self._changes == before
 
@@ -394,6 +393,6 @@ class RequestTracker:
             self._core.runner.prepacked.forget()
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     known = isinstance(error, TinyspecError)
     return str(error) if known else named(error)

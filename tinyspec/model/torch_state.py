@@ -235,13 +235,13 @@ class TorchState:
         self._kind = self.stream.device.type
         self._thread: int | None = None
 
-    def __call__(self, again: bool = True, gradients: bool = False) -> AbstractContextManager[None]:
+    def __call__(self, gradients: bool = False) -> AbstractContextManager[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
-        what was changed in between; without ``again`` nothing was. gradients: recorded where the
+        what was changed in between. gradients: recorded where the
         caller records them."""
         if self._thread != get_ident():  # it has not begun in this thread
             return self._begun(gradients)
-        return self._set_again() if again else nullcontext()
+        return self._set_again()
 
     @contextmanager
     def _set_again(self) -> Iterator[None]:
