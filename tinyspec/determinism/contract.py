@@ -15,6 +15,8 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
+import torch
+
 from tinyspec.determinism import results as disk
 from tinyspec.determinism.attention_probe import MANY_ROWS
 from tinyspec.determinism.environment import THREADS, ambient
