@@ -5,8 +5,9 @@ pass, sampling and commit around the kernels, records and events. The model has 
 Qwen3-0.6B (28 layers, 311 parameters) at small widths. The forward returns the same logits at every
 step and the sample kernel token 0, so tokens are well defined: every sequence repeats token 0, and
 none of them stops. Deterministic requests have verify="padded": one token a step as plain ones, not
-what "auto" would choose by measured costs. The check for a changed model, which a step makes after
-code of the user's, is left out and has a column of its own. Run with
+what "auto" would choose by measured costs. The looks at the model, of which a step makes one as it
+begins and one before it commits deterministic tokens, are left out; one has a column of its own.
+Run with
 
     pytest benchmarks/bench_host.py --full --benchmark-json=FILE [--rounds N]
     python benchmarks/render.py FILE

@@ -3,6 +3,7 @@ setting, changes is neither committed nor kept for others, whatever way out it t
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.settings import CHANGES, defaults
 from tests.support.tiny import tiny
-from tinyspec import DeterminismError
+from tinyspec import AsyncEngine, DeterminismError
 from tinyspec.runner.model_runner import ModelRunner
 
 CHANGED = "changed while it was running"
@@ -259,3 +260,84 @@ def test_a_stream_that_another_thread_closes():
             events.close()
             assert isinstance(reads.result(PATIENCE), list)
         assert not engine.has_unfinished()
+
+
+def test_a_model_that_changes_in_every_pass(monkeypatch):
+    """A deterministic request that cannot begin ends; plain ones beside it go on."""
+    model = tiny()
+    monkeypatch.setattr("tinyspec.engine.request_tracker.MOST_UNSOUND", 5)
+    with engine_of(model) as engine:
+        engine.fingerprint  # noqa: B018 - what is to be proven is
+
+        def write():
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.0)
+
+        wrap(monkeypatch, engine.runner, "forward", lambda own, *a, **k: (write(), own(*a, **k))[1])
+        params = [replace(greedy(4), deterministic=False), greedy(4)]
+        plain, exact = (o.completions[0] for o in engine.generate([PROMPT, PROMPT], params))
+    assert plain.finish_reason == "length"
+    assert exact.error == "the model changed in each of 5 passes" and not exact.token_ids
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_hook_that_moves_a_setting_and_raises(deterministic, monkeypatch):
+    """Its request ends with what it raised, or with what it moved; the engine goes on."""
+    model, bad = tiny(), []
+    monkeypatch.setattr("tinyspec.engine.request_tracker.MOST_UNSOUND", 5)
+
+    def hook(module, args):
+        if bad:
+            torch._C._set_mkldnn_enabled(False)
+            raise ValueError("of the hook")
+
+    model.lm_head.register_forward_pre_hook(hook)
+    with engine_of(model) as engine:
+        params = replace(greedy(4), deterministic=deterministic)
+        before = bits(engine.generate([PROMPT], params)[0])
+        bad.append(True)
+        (completion,) = engine.generate([PROMPT], params)[0].completions
+        bad.clear()
+        assert completion.finish_reason == "abort"
+        told = "torch's mkldnn changed in each of 5" if deterministic else "of the hook"
+        assert told in completion.error
+        assert bits(engine.generate([PROMPT], params)[0]) == before
+    torch._C._set_mkldnn_enabled(True)
+
+
+def test_a_post_that_cannot_be_done_is_nobodys_error():
+    """Weights that nobody serves: calls say so, also an AsyncEngine's; and it goes on."""
+    model = tiny()
+    own = model.lm_head.weight
+
+    async def main():
+        async with AsyncEngine(engine) as served:
+            model.lm_head.weight = torch.nn.Parameter(own.detach().to_sparse())
+            engine.weights_changed()
+            with pytest.raises(NotImplementedError, match="storage"):
+                await served.generate([PROMPT], ONE)
+            model.lm_head.weight = own
+            (output,) = await served.generate([PROMPT], ONE)
+            return bits(output), output.fingerprint
+
+    with engine_of(model) as engine:
+        found = asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    assert found == expected()
+
+
+def test_who_waits_for_passes_is_not_passed_over_again_and_again():
+    """Beside two threads that ask for turns all the time."""
+    ended = Event()
+
+    def polls():
+        while not ended.is_set():
+            engine.check_model()
+
+    with engine_of(tiny()) as engine, ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(polls) for _ in range(2)]
+        found = pool.submit(engine.generate, [PROMPT], greedy(9))
+        try:
+            assert found.result(20)[0].completions[0].finish_reason == "length"
+        finally:
+            ended.set()
+        assert all(each.result(PATIENCE) is None for each in others)
