@@ -338,6 +338,7 @@ class Stress:
     def at_rest(self) -> None:
         self.parked.clear()
         self.report(list(drain(self.engine).values()))
+        self.engine.check_model()  # ends the requests of streams that were dropped
         self.judge.check("lost", not self.queued, str(self.queued))
         self.judge.check("unfinished", not self.engine.has_unfinished())
         self.judge.pages(self.engine)

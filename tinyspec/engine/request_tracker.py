@@ -278,8 +278,10 @@ class RequestTracker:
         # Pages of a canonical pass may be found by deterministic requests.
         if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
             return True
-        called = [core.table.sequences[row].request for row in works.rows[done.alive].tolist()]
-        called = [r for r in called if r.params.deterministic and r.params.logits_processors]
+        called = works.rows[done.alive & (works.yields > 0)].tolist()
+        called = [core.table.sequences[row].request for row in called]
+        called = [r for r in called if r.params.logits_processors and not r.supplied]
+        called = [r for r in called if r.params.deterministic]
         what = None
         if not self._look():
             what = "the model"
