@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from contextlib import contextmanager
+from queue import SimpleQueue
 from threading import Lock, get_ident
 
 from tinyspec.errors import refuse
@@ -82,10 +82,9 @@ class Driver:
 
     def apply_posts(self) -> None:
         """To call in the turn."""
-        with suppress(Empty):
-            while True:
-                self._posts.get_nowait()()
-                self.news += 1
+        while not self._posts.empty():
+            self._posts.get_nowait()()
+            self.news += 1
 
     def _wake(self) -> None:
         """Let a sleeper see what was posted. Where the lock is held, its holder does this."""

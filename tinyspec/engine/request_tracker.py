@@ -221,7 +221,7 @@ class RequestTracker:
         """A block of passes in one turn: on as many of torch's threads as the deterministic
         requests were submitted under, and after a look."""
         own, threads = torch.get_num_threads(), self._contract.threads
-        if not self._asking or threads is None or threads == own:
+        if threads in (None, own) or not self._asking:
             threads = own
         if threads != own:
             torch.set_num_threads(threads)
@@ -243,21 +243,20 @@ class RequestTracker:
         """Run one pass, commit what it found, and forget the requests that it finished; whether
         there was one. Raises exits and interrupts of the caller's own code."""
         core, begun = self._core, time.perf_counter()
-        with core.runner.torch_state():
-            try:
-                if not self._run_pass():
-                    return False
-            except BaseException:  # all running sequences are computed again
-                core.admission.preempt_all()
-                raise
-            finally:
-                self._finish()
-            self.driver.news += 1
-            if core.table.any("deterministic"):  # prove what makes them faster
-                seconds = time.perf_counter() - begun
-                if not self._contract.prove_repaid(seconds, core.scheduler.accepted()):
-                    self._ensure()
-            return True
+        try:
+            if not self._run_pass():
+                return False
+        except BaseException:  # all running sequences are computed again
+            core.admission.preempt_all()
+            raise
+        finally:
+            self._finish()
+        self.driver.news += 1
+        if core.table.any("deterministic"):  # prove what makes them faster
+            seconds = time.perf_counter() - begun
+            if not self._contract.prove_repaid(seconds, core.scheduler.accepted()):
+                self._ensure()
+        return True
 
     def _run_pass(self) -> bool:
         written = len(self._contract.written)
@@ -271,18 +270,20 @@ class RequestTracker:
         """Whether what a pass found may be committed, or its error blamed on a request: nothing
         that bits depend on has changed since. Where it has, everything that goes on is computed
         again. written: how many buffers passes had been seen to write to before."""
-        self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
         core, works = self._core, done.works
-        final = done.alive & (works.kinds != DRAFT)
-        asks = np.count_nonzero(core.table.deterministic[works.rows[final]])
+        if self._dropped:
+            self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
+        if asks := core.table.any("deterministic"):
+            final = done.alive & (works.kinds != DRAFT)
+            asks = bool(np.count_nonzero(core.table.deterministic[works.rows[final]]))
         # Pages of a canonical pass may be found by deterministic requests.
         if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
             return True
-        called = works.rows[done.alive & (works.yields > 0)].tolist()
-        called = [core.table.sequences[row].request for row in called]
-        called = [r for r in called if r.params.logits_processors and not r.supplied]
-        called = [r for r in called if r.params.deterministic]
-        what = None
+        what, sampled = None, works.rows[done.alive & (works.yields > 0)]
+        special = [
+            core.table.sequences[sampled[n]].request
+            for n in core.table.places("special_sampling", sampled)
+        ]
         if not self._look():
             what = "the model"
         elif len(self._contract.written) > written:
@@ -299,7 +300,11 @@ class RequestTracker:
             if done.raised is not None:
                 return True
         # Processors may count the calls.
-        self._abort(called, f"{what} changed while its logits processors ran")
+        called = [r for r in special if r.params.logits_processors and not r.supplied]
+        self._abort(
+            [request for request in called if request.params.deterministic],
+            f"{what} changed while its logits processors ran",
+        )
         core.admission.forget_pages()
         return False
 
