@@ -150,7 +150,7 @@ def bench_step(
     assert record.canonical == (kind == "deterministic")
     assert record.committed == sequences
     with engine.driver.turn("bench"), engine.runner.torch_state():
-        held = _thread_seconds(engine.tracker.run_pass, steps)
+        held = _thread_seconds(engine.tracker.step, steps)
     for number in numbers:
         output = engine.abort(number)
         assert set(output.completions[0].token_ids) == {0}

@@ -297,7 +297,7 @@ class Contract:
     def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
         """What a proof finds, which is stored; where it raises, passes go by what was known. One
         during which others moved settings means nothing, and is made again."""
-        before, kind = self.results, self._runner.device.type
+        before = self.results
         try:
             for _ in range(MOST_PROOFS):
                 self._refuse_changed()
@@ -308,7 +308,7 @@ class Contract:
                         results = proof(self._runner, self.modes, self._found, *given)
                     except Exception as raised:
                         error = raised
-                    setting = moved(kind, settings)
+                    setting = moved(settings)
                 if setting is None:
                     break
                 self._found.clear()

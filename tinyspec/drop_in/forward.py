@@ -198,7 +198,7 @@ def forward(
         with engine.runner.torch_state(gradients=True):
             settings, exclusive = moves(), partial(_exclusive, engine)
             found = run_passes(engine.runner, sequences, wanted, exclusive, layers)
-            setting = moved(engine.runner.device.type, settings)
+            setting = moved(settings)
         if setting is not None or engine.contract.changed():
             what = "the model" if setting is None else f"torch's {setting}"
             raise DeterminismError(f"{what} changed during a canonical forward: call it again")

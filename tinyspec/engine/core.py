@@ -19,7 +19,7 @@ from tinyspec.engine.commit import Committer
 from tinyspec.engine.in_flight import Comparison, InFlightPass, special_row
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
-from tinyspec.model.torch_settings import moved, moves, pin_again
+from tinyspec.model.torch_settings import moved, moves, pin_process
 from tinyspec.runner.device_queue import Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
@@ -166,7 +166,7 @@ class EngineCore:
         done.thoughts = [(each, len(each.thoughts.found)) for each in requests if each.thoughts]
         done.ends = done.works.ends.copy()
         done.failed = think(self.thinker, rows, done.alive, done.ends)
-        done.moved = done.moved or moved(self.runner.device.type, settings)
+        done.moved = done.moved or moved(settings)
 
     def _think_again(self, done: InFlightPass) -> None:
         """The thoughts that were made behind a pass are not to be kept."""
@@ -287,13 +287,12 @@ class EngineCore:
     def compute(self, launched: InFlightPass) -> Sampling:
         """The forward, what is sampled from its logits, and decisions on drafts; and whether
         settings were those of passes throughout."""
-        kind = self.runner.device.type
-        pin_again(kind)
+        pin_process()
         before = moves()
         try:
             return self._compute(launched)
         finally:
-            launched.moved = moved(kind, before)
+            launched.moved = moved(before)
 
     def _compute(self, launched: InFlightPass) -> Sampling:
         if launched.copies:

@@ -33,9 +33,8 @@ T = TypeVar("T")
 
 
 class RequestTracker:
-    """Unfinished requests of one engine by id. The thread that has the turn of ``driver`` runs
-    passes for all: requests of all threads share them. queued: those that ``step`` reports at their
-    end, by id. closed: why nothing runs any more.
+    """Unfinished requests of one engine by id, for which the thread with the turn of ``driver`` runs
+    passes. queued: those that ``step`` reports at their end. closed: why nothing runs any more.
 
     All but ``drive``, ``run``, ``cancel``, ``drop``, ``abort`` and ``weights_changed`` is to be
     called in a turn.
@@ -279,11 +278,9 @@ class RequestTracker:
         # Pages of a canonical pass may be found by deterministic requests.
         if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
             return True
-        what, sampled = None, works.rows[done.alive & (works.yields > 0)]
-        special = [
-            core.table.sequences[sampled[n]].request
-            for n in core.table.places("special_sampling", sampled)
-        ]
+        what, rows = None, works.rows[done.alive & (works.yields > 0)]
+        rows = rows[core.table.places("special_sampling", rows)].tolist()
+        special = [core.table.sequences[row].request for row in rows]
         if not self._look():
             what = "the model"
         elif len(self._contract.written) > written:
@@ -291,7 +288,7 @@ class RequestTracker:
             what = "a buffer"
         elif done.moved is not None:
             what = f"torch's {done.moved}"
-        self._unsound = self._unsound + 1 if what else 0
+        self._unsound = 0 if what is None else self._unsound + 1
         if what is None:
             return True
         if self._unsound > MOST_UNSOUND:  # others are to go on
@@ -300,11 +297,9 @@ class RequestTracker:
             if done.raised is not None:
                 return True
         # Processors may count the calls.
-        called = [r for r in special if r.params.logits_processors and not r.supplied]
-        self._abort(
-            [request for request in called if request.params.deterministic],
-            f"{what} changed while its logits processors ran",
-        )
+        called = (r for r in special if r.params.logits_processors and r.params.deterministic)
+        why = f"{what} changed while its logits processors ran"
+        self._abort([request for request in called if not request.supplied], why)
         core.admission.forget_pages()
         return False
 

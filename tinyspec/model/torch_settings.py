@@ -161,16 +161,29 @@ def _restore(settings: Settings, values: Iterable[Any]) -> bool:
     return bool(others)
 
 
+@cache
+def _quick() -> tuple[list[Callable[[], Any]], list[Any]]:
+    return [each.get for each in _of_process()], [each.value for each in _of_process()]
+
+
+def _process_as_pinned() -> bool:
+    """Whether all settings of the process have their values, found in a microsecond."""
+    getters, values = _quick()
+    return [get() for get in getters] == values
+
+
 def moves() -> int:
     """How often others than the calling thread have moved settings so far, as far as is known."""
     return _Pinned.moves - _workers.moves
 
 
-def moved(device_type: str, before: int | None = None) -> str | None:
-    """After a pass, with the ``moves`` before it: a setting that others have moved, or None."""
-    for name, get, _, value in (*_of_process(), *_of_thread(device_type)):
-        if get() != value:
-            return name
+def moved(before: int | None = None) -> str | None:
+    """After a pass, with the ``moves`` before it: a setting of the process that others have moved,
+    or None."""
+    if not _process_as_pinned():
+        for name, get, _, value in _of_process():
+            if get() != value:
+                return name
     return "settings" if before not in (None, moves()) else None
 
 
@@ -198,13 +211,18 @@ class _Workers(local):
 _workers = _Workers()
 
 
-def pin_again(device_type: str, own: bool = False) -> None:
-    """Within ``pinned``: set again what was changed meanwhile. own: by code of the user's that the
-    calling thread has run for its pass."""
-    if _apply(_of_process()):
+def pin_process(own: bool = False) -> None:
+    """Within ``pinned``: set again what of the process was changed meanwhile. own: by code of the
+    user's that the calling thread has run for its pass."""
+    if not _process_as_pinned() and _apply(_of_process()):
         with _Pinned.lock:
             _Pinned.moves += 1
         _workers.moves += own
+
+
+def pin_again(device_type: str, own: bool = False) -> None:
+    """As ``pin_process``, and what of the thread was changed."""
+    pin_process(own)
     _apply(_of_thread(device_type))
     if (threads := torch.get_num_threads()) != _workers.threads:
         openmp.settle()
