@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 
 class RequestTracker:
-    """Unfinished requests of one engine by id, for which the thread with the turn of ``driver`` runs
-    passes. queued: those that ``step`` reports at their end. closed: why nothing runs any more.
+    """Unfinished requests of one engine by id; the thread with the turn of ``driver`` runs passes
+    for all. queued: those that ``step`` reports at their end. closed: why nothing runs any more.
 
     All but ``drive``, ``run``, ``cancel``, ``drop``, ``abort`` and ``weights_changed`` is to be
     called in a turn.
@@ -220,9 +220,8 @@ class RequestTracker:
         """A block of passes in one turn: on as many of torch's threads as the deterministic
         requests were submitted under, and after a look."""
         own, threads = torch.get_num_threads(), self._contract.threads
-        if threads in (None, own) or not self._asking:
-            threads = own
-        if threads != own:
+        other = threads not in (None, own) and bool(self._asking)
+        if threads is not None and other:
             torch.set_num_threads(threads)
         try:
             if self.closed is None:
@@ -230,7 +229,7 @@ class RequestTracker:
             with self._core.runner.torch_state():
                 yield
         finally:
-            if own != threads == torch.get_num_threads():
+            if other and threads == torch.get_num_threads():
                 torch.set_num_threads(own)
 
     def step(self) -> bool:
@@ -279,8 +278,8 @@ class RequestTracker:
         if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
             return True
         what, rows = None, works.rows[done.alive & (works.yields > 0)]
-        rows = rows[core.table.places("special_sampling", rows)].tolist()
-        special = [core.table.sequences[row].request for row in rows]
+        rows = rows[core.table.places("special_sampling", rows)]
+        special = [core.table.sequences[row].request for row in rows.tolist()]
         if not self._look():
             what = "the model"
         elif len(self._contract.written) > written:
