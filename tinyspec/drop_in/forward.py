@@ -34,9 +34,9 @@ EngineOf = Callable[[Any], AbstractContextManager[Engine]]
 OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 SERVED = {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "return_dict"}
 SERVED |= set(OF_LOSS)
-# Settings of a config that ask for what no canonical pass gives.
 # Of a forward during which others move torch's settings.
 TRIES = 10
+# Settings of a config that ask for what no canonical pass gives.
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 # In the names of attributes that are the part of values that training leaves out, or a noise.
 AT_RANDOM = ("drop", "jitter", "noise")
