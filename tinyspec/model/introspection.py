@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tinyspec.errors import unsupported
 from tinyspec.model.attention import (
@@ -25,13 +25,15 @@ from tinyspec.model.attention import (
     LayerShape,
     ModuleCall,
     Reach,
+    paged_attention_function,
 )
 from tinyspec.model.scratch_weights import other_weights, scratch_weights
-from tinyspec.model.served_model import served_of
+from tinyspec.model.served_model import ATTENTION_CHOICE, served_of
 from tinyspec.model.supported import CACHE_NAMES, cache_windows, failing_module, vocab_size
 from tinyspec.model.trial import ROWS as PROBE_ROWS
 
 _ONE_AT_A_TIME = Lock()
+TRIAL = f"{IMPLEMENTATION}, trial"
 
 
 class UnknownAttention(Exception):
@@ -78,7 +80,7 @@ def _looks_up(value: Any) -> bool:
 
 
 class Masks:
-    """The masks that a model makes while ``registered``."""
+    """The masks that a model makes while they are ``asked`` for."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, Reach | None]] = []
@@ -117,18 +119,24 @@ class Masks:
         raise UnknownAttention("has a mask of its own making")
 
     @contextmanager
-    def registered(self) -> Iterator[None]:
-        """Models with paged attention make their masks here.
-
-        The registry belongs to the process, so one at a time; a pass in another thread makes masks
-        too, which paged attention ignores.
-        """
+    def asked(self, model: PreTrainedModel) -> Iterator[None]:
+        """``model``, a shadow, makes its masks here, by an attention of another name than that of
+        passes in other threads: the registry belongs to the process."""
+        configs = [getattr(vars(m).get("config"), "__dict__", {}) for m in model.modules()]
         with _ONE_AT_A_TIME:
-            AttentionMaskInterface.register(IMPLEMENTATION, self.make)
+            AttentionInterface.register(TRIAL, paged_attention_function)
+            AttentionMaskInterface.register(TRIAL, self.make)
             try:
+                for config in configs:
+                    if ATTENTION_CHOICE in config:
+                        config[ATTENTION_CHOICE] = TRIAL
                 yield
             finally:
-                del AttentionMaskInterface._global_mapping[IMPLEMENTATION]
+                for config in configs:
+                    if ATTENTION_CHOICE in config:
+                        config[ATTENTION_CHOICE] = IMPLEMENTATION
+                for registry in (AttentionInterface, AttentionMaskInterface):
+                    del registry._global_mapping[TRIAL]
 
 
 ROWS = 12
@@ -251,7 +259,7 @@ def _tried(model: PreTrainedModel) -> tuple[list[AttentionCall], bool, str | Non
     """As ``attention_calls``, by the weights that the model has, and why it is refused."""
     rows, masks = torch.arange(ROWS, device="cpu"), Masks()
     first, reversed_, moved = (AttentionRecorder(masks) for _ in range(3))
-    with masks.registered():
+    with masks.asked(model):
         logits = _forward(model, first.attend, rows, rows)
     other = _forward(model, reversed_.attend, rows.flip(0), rows.flip(0))
     ends = torch.tensor([0, ROWS - 1], device=model.device)
