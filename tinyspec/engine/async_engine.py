@@ -172,12 +172,7 @@ class AsyncEngine:
 
     async def fingerprint(self) -> str:
         """As ``Engine.fingerprint``, between two steps, as are the following."""
-
-        def digest(engine: Engine) -> str:
-            engine.tracker.check_model()
-            return engine.contract.fingerprint.digest
-
-        return await self._asked(digest)
+        return await self._asked(lambda e: e.ready() and e.contract.fingerprint.digest)
 
     async def stats(self) -> EngineStats:
         """Sums over all passes so far; they stay as they are."""

@@ -97,9 +97,8 @@ class Committer:
 
     def _good_ends(self, done: InFlightPass) -> Array:
         """[works] int64: up to where the positions of each are good; what follows is truncated."""
-        if done.ends is None or done.thinking is None:
-            found: Array = done.works.ends
-            return found
+        if done.thinking is None or done.ends is done.works.ends:
+            return done.ends
         for sequence, error in done.failed:
             self.fail(sequence, error)
         alive = done.alive

@@ -146,7 +146,7 @@ class EngineCore:
         done = self._next()
         if done is None:
             return None
-        done.began = began, own
+        done.began, done.ends = (began, own), done.works.ends
         if self._overlap:
             self._under_way = self._look_ahead(done)
         try:

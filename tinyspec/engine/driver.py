@@ -62,16 +62,6 @@ class Driver:
         """Whether the calling thread has the turn: it may post, and not wait."""
         return self._owner == get_ident() and not self.forked
 
-    def check_not_inside(self, what: str) -> None:
-        """Raise RuntimeError naming ``what`` where the calling thread has the turn, or is asking
-        for it or giving it up, as a signal handler may find it: it would wait for itself."""
-        if get_ident() in self._inside:
-            raise RuntimeError(
-                f"{what} was called from within a step of the same engine (by a logits processor, "
-                "criterion, drafter, hook or signal handler); only abort and weights_changed may "
-                "be called there"
-            )
-
     # Posting
 
     def post(self, what: Callable[[], object]) -> None:
@@ -108,10 +98,16 @@ class Driver:
 
         what: the call that needs it. ready: of one who wants passes alone: whether it has more to
         do than to run them; called in other turns. asleep_at: sleep until there is other ``news``.
-        Raises ValueError in a forked process, and as ``check_not_inside``.
+        Raises ValueError in a forked process, RuntimeError naming ``what`` where the calling thread
+        has the turn, or is asking for it or giving it up, as a signal handler may find it.
         """
         self.check_process()
-        self.check_not_inside(what)
+        if get_ident() in self._inside:
+            raise RuntimeError(
+                f"{what} was called from within a step of the same engine (by a logits processor, "
+                "criterion, drafter, hook or signal handler); only abort and weights_changed may "
+                "be called there"
+            )
         with between_steps():
             self._inside.add(get_ident())
             try:

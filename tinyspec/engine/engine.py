@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +295,8 @@ class Engine:
         """Outputs of the requests that ``make`` makes in a turn of the call ``what``, in their
         order; progress and errors as of ``generate``."""
         requests = self._queued(what, make)
-
-        def collect() -> list[RequestOutput]:
-            return [output_of(request, self.tokenizer) for request in requests]
-
-        return self.tracker.run(requests, collect, progress)
+        each = partial(output_of, tokenizer=self.tokenizer)
+        return self.tracker.run(requests, lambda: [*map(each, requests)], progress)
 
     @between_steps()
     def events(self, what: str, make: Make) -> EventStream:

@@ -85,7 +85,7 @@ class InFlightPass:
     began: tuple[float, float] = (0.0, 0.0)
     results: Sampled | None = None
     raised: Exception | None = None
-    ends: Array | None = None
+    ends: Array = field(init=False)
     thoughts: list[tuple[Request, int]] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
 

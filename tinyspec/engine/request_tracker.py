@@ -27,7 +27,7 @@ from tinyspec.scheduler.passes import DRAFT
 from tinyspec.scheduler.request import Request, Sequence
 
 ASKED = "engine.abort was called for it"
-# Passes in a row during which the model, or a setting of torch's, may change.
+# Passes in a row during which the model or a setting may change.
 MOST_UNSOUND = 100
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ T = TypeVar("T")
 class RequestTracker:
     """Unfinished requests of one engine by id; the thread with the turn of ``driver`` runs passes
     for all. queued: those that ``step`` reports at their end. closed: why nothing runs any more.
-
     All but ``drive``, ``run``, ``cancel``, ``drop``, ``abort`` and ``weights_changed`` is to be
     called in a turn.
     """
@@ -75,6 +74,7 @@ class RequestTracker:
         return self._changes == before
 
     def _refresh(self, digest: bool) -> None:
+        unseen = digest and self._contract.digests and not self._contract.changed()
         try:
             what = self._contract.refresh(digest)
         except Exception as error:  # there is no copy of the model as it is now
@@ -83,14 +83,14 @@ class RequestTracker:
             self._core.admission.forget_pages()
             raise
         if what is not None:
-            self._start_again(what)
+            self._start_again(what, unseen)
 
-    def _start_again(self, what: str) -> None:
-        """``what`` changed: drop what was computed with the model as it was. A deterministic
-        request of which anything is committed is aborted; the others go on with it as it is."""
+    def _start_again(self, what: str, unseen: bool = False) -> None:
+        """``what`` changed: drop what was computed before. A deterministic request that has begun
+        is aborted, and keeps nothing where the change was ``unseen``; the others go on."""
         self._changes += 1
         begun = [request for request in self._asking if request.begun]
-        self._abort(begun, f"{what} changed while it was running")
+        self._abort(begun, f"{what} changed while it was running", unseen)
         self._core.admission.forget_pages()
         self._core.runner.prepacked.forget()
         if self._core.committer.thinker is not None:
@@ -120,8 +120,7 @@ class RequestTracker:
             request.fingerprint = fingerprint.with_tokenizer(request.tokenizer)
 
     def weights_changed(self) -> None:
-        """Weights were written: what was computed with them is dropped by the next turn, or look of
-        this one. Raises ValueError for an engine that is closed."""
+        """Weights were written: drop what was computed with them. ValueError if it is closed."""
         self.driver.check_process()
         self.refuse_closed()
         self.driver.post(self._written)
@@ -136,8 +135,7 @@ class RequestTracker:
     # Requests
 
     def add(self, requests: list[Request]) -> None:
-        """Queue requests, after a look in this turn. DeterminismError, and nothing is queued, if
-        the contract cannot be kept."""
+        """Queue requests, after a look in this turn; or DeterminismError, and none is queued."""
         self.refuse_closed()
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
@@ -199,8 +197,7 @@ class RequestTracker:
         then: Callable[[], T],
         after_pass: Callable[[], object] = lambda: None,
     ) -> T:
-        """Run passes for all until ``done``, and return what ``then`` does in the same turn. Who
-        wants more than passes gets the turn after any; where there is nothing to run, sleep."""
+        """Run passes for all until ``done``; what ``then`` returns in the same turn."""
         asleep_at = None
         while True:
             with self.driver.turn(what, done, asleep_at), self._passes():
@@ -265,9 +262,9 @@ class RequestTracker:
         return True
 
     def _is_sound(self, done: InFlightPass, written: int) -> bool:
-        """Whether what a pass found may be committed, or its error blamed on a request: nothing
-        that bits depend on has changed since. Where it has, everything that goes on is computed
-        again. written: how many buffers passes had been seen to write to before."""
+        """Whether what a pass found may be committed, or its error blamed; where something that
+        bits depend on has changed, it is computed again. written: how many buffers passes had been
+        seen to write to before."""
         core, works = self._core, done.works
         if self._dropped:
             self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
@@ -317,6 +314,7 @@ class RequestTracker:
                 if sequence.deterministic:
                     sequence.finish_reason = "abort"
                     sequence.error = "the weights changed while it was running"
+                    sequence.forget()
         for sequence in ended:
             if sequence.request.finished:
                 self._remove(sequence.request)
@@ -352,7 +350,7 @@ class RequestTracker:
             return then(request)
 
     def cancel(self, requests: list[Request]) -> None:
-        """Abort those of ``requests`` that are unfinished; nothing else reports them."""
+        """Abort those of ``requests`` that are unfinished."""
         if self.driver.in_turn:
             self.drop(requests)
         elif any(map(self._unfinished, requests)):
@@ -379,12 +377,16 @@ class RequestTracker:
     def _unfinished(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request
 
-    def _abort(self, requests: Iterable[Request], error: str | None = None) -> None:
+    def _abort(
+        self, requests: Iterable[Request], error: str | None = None, forget: bool = False
+    ) -> None:
         """End those of ``requests`` that are unfinished."""
         for request in list(filter(self._unfinished, requests)):
             for sequence in [s for s in request.sequences if not s.finished]:
                 sequence.finish_reason, sequence.error = "abort", error
                 self._core.admission.remove(sequence)
+                if forget:
+                    sequence.forget()
             self._remove(request)
 
     def _remove(self, request: Request) -> None:
@@ -395,5 +397,4 @@ class RequestTracker:
 
 
 def _told(error: BaseException) -> str:
-    known = isinstance(error, TinyspecError)
-    return str(error) if known else named(error)
+    return str(error) if isinstance(error, TinyspecError) else named(error)

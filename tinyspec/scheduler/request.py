@@ -294,6 +294,12 @@ class Sequence:
         self.table.remove(self.row)
         self.table, self.row = None, -1
 
+    def forget(self) -> None:
+        """Once it has left: what it has got is not to be kept."""
+        del self._tokens[self.request.num_prompt :]
+        for got in (self._logprobs, self.top_logprobs, self.scores, self.logits):
+            got.clear()
+
 
 @dataclass(eq=False)
 class Request:
