@@ -15,7 +15,10 @@ OWN = {"model": MODEL, "deterministic": True, "return_token_ids": True}
 TOPS = {"logprobs": True, "top_logprobs": 2}
 REQUESTS = {
     "chat": (CHAT, {"messages": MESSAGES, "n": 2, "max_tokens": 20, **TOPS}),
-    "completions": (COMPLETIONS, {"prompt": [PROMPT, "One"], "n": 2, "echo": True, "logprobs": 1}),
+    "completions": (
+        COMPLETIONS,
+        {"prompt": [PROMPT, "One"], "n": 2, "echo": True, "logprobs": 1, "seed": 1},
+    ),
     "stopped": (COMPLETIONS, {"prompt": "Once", "stop": " named", "max_tokens": 60, "seed": 4}),
     "greedy": (CHAT, {"messages": MESSAGES, "temperature": 0}),
     "responses": (RESPONSES, {"input": PROMPT, "instructions": "Tell a story."}),
