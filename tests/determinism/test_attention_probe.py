@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -308,7 +309,7 @@ def test_every_product_with_weights(kind, cast):
     if fails:
         return
     with engine, engine.runner.torch_state():
-        prober = Prober(engine.runner, engine.contract.modes, {})
+        prober = Prober(engine.runner, engine.contract.modes, {}, Mock())
         with prober.scratch.in_place():
             recorder = prober.prepare()
         modules = dict(engine.runner.model.named_modules())

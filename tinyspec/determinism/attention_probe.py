@@ -7,7 +7,7 @@ segments and passes. Knows kinds of attention calls and kernels, not models.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -116,17 +116,19 @@ def compare_attention(
     known: Collection[ComparedRows] = (),
     rows: int | None = None,
     seconds: float | None = None,
+    pause: Callable[[], object] = flush,
 ) -> list[ComparedRows]:
     """``known`` with further rounds of ``kinds``, by the kernels that the runner's passes call.
 
     rows: to have compared of each kind, or seconds to be over, but one round where nothing is
-    known; None: one round more than are known, no limit.
+    known; None: one round more than are known, no limit. pause: called before every round.
     """
     found = {kind.name: kind for kind in known}
     for kind in kinds:
         compared, begun = found.get(kind.name, ComparedRows(kind.name)), time.perf_counter()
         wanted = compared.checked + 1 if rows is None else rows
         while compared.checked < wanted:
+            pause()
             seed = compared.checked // ROWS_OF_ROUND
             for wrong in _round(runner, kind, seed):
                 compared = compared.plus(len(wrong), int(wrong.any(dim=1).sum()))

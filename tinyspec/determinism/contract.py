@@ -1,9 +1,9 @@
 """Whether this engine can serve ``deterministic=True``, and the fingerprint of its outputs.
 
 Before the first deterministic token probes find whether the reference bucket is sound. Every other
-bucket of the ladder is proven whole, in one go, once requests would have used it often enough, or
-all by ``probe``. What is found depends on modules, shapes and device, not on the values of weights,
-and is kept on disk.
+bucket of the ladder is proven whole, once requests would have used it often enough, or all by
+``probe``; between the passes of a proof others may use the engine. What is found depends on
+modules, shapes and device, not on the values of weights, and is kept on disk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -33,20 +34,18 @@ from tinyspec.determinism.proof import (
     refuse_written,
     see_to_hold,
 )
+from tinyspec.determinism.proving import Proving
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.errors import DeterminismError
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
 from tinyspec.model.served_model import ServedModel
-from tinyspec.model.torch_settings import moved, moves
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.kv_cache import free_memory
 from tinyspec.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("tinyspec")
 OTHER_THREADS, OTHER_PROCESS = "the number of threads", "the state of the process"
-# Of one during which others move torch's settings.
-MOST_PROOFS = 10
 
 
 class Contract:
@@ -55,7 +54,7 @@ class Contract:
     buckets: of the engine; canonical ones are marked as they become known. renew: makes another
     shadow, which is given to ``serve``.
     results: what is known; None before it is first needed and after the model changed. modes: of
-    linears. extra: what runs beside the model.
+    linears. extra: what runs beside the model. proving: the proof that is under way.
     """
 
     def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
@@ -65,6 +64,7 @@ class Contract:
         self._runner, self._config = runner, runner.config
         self._renew, self.buckets = renew, runner.buckets
         self._key = ""
+        self.proving = Proving(runner)
         self._ambient = ambient(runner.device)
         self.serve(runner.served, extra)
         if uncounted := len(self._served.outline.uncounted):
@@ -160,6 +160,7 @@ class Contract:
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
+        self.proving.drop()
         self._runner.drop_graphs()
         self._weights_digest = None
         if self._served.follow_weights() and (found := layouts(self._model)) != self._layouts:
@@ -235,6 +236,9 @@ class Contract:
 
         Raises DeterminismError for TunableOp, kernels that no probe can prove, and own writes.
         """
+        return self.proving.again(partial(self._prove, fresh))
+
+    def _prove(self, fresh: bool) -> ProbeResults:
         refuse_unpinnable(self._runner.device.type)
         refuse_written(self._served.written)
         if self.results is not None and not fresh:
@@ -262,22 +266,27 @@ class Contract:
         """After a pass of so many seconds with deterministic requests: prove a further bucket, if
         that is worth its time. False where the reference bucket turns out unsound: ``ensure``
         raises from then on. accepted: chance that a draft is."""
-        results = self.results
+        results, ladder = self.results, self._ladder
         if results is None or results.unsound or self._config.verify == "always":
             return True
-        rows = self._ladder.next(results, seconds, accepted)
+        if self.proving.under_way:  # by another call
+            return True
+        rows = ladder.next(results, seconds, accepted)
         if rows is None or self.changed():  # that is looked at before the next pass
             return True
         try:
             results = self.prove_more([rows])
         except Exception as error:  # requests go on without it
-            self._ladder.failed.add(rows)
+            ladder.failed.add(rows)
             logger.warning("passes of %d rows could not be probed: %s", rows, error)
         return not results.unsound
 
     def prove_more(self, sizes: Collection[int], attention_rows: int | None = None) -> ProbeResults:
         """The results with these buckets; attention_rows: to compare of each kind."""
-        results, begun = self.prove(), time.perf_counter()
+        return self.proving.again(partial(self._prove_more, sizes, attention_rows))
+
+    def _prove_more(self, sizes: Collection[int], attention_rows: int | None) -> ProbeResults:
+        results, begun = self._prove(fresh=False), time.perf_counter()
         new = [rows for rows in sizes if rows not in results.sizes and self._has_room(rows)]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
@@ -295,33 +304,15 @@ class Contract:
         return needed <= free
 
     def _proven(self, proof: Callable[..., ProbeResults], *given: Any) -> ProbeResults:
-        """What a proof finds, which is stored; where it raises, passes go by what was known. One
-        during which others moved settings means nothing, and is made again."""
-        before = self.results
+        """What a proof finds, which is stored; where it raises, passes go by what was known."""
         try:
-            for _ in range(MOST_PROOFS):
-                self._refuse_changed()
-                error, setting = None, None
-                with self._runner.torch_state():
-                    settings = moves()
-                    try:
-                        results = proof(self._runner, self.modes, self._found, *given)
-                    except Exception as raised:
-                        error = raised
-                    setting = moved(settings)
-                if setting is None:
-                    break
-                self._found.clear()
-            if error is not None:
-                raise error
-            if setting is not None:
-                raise DeterminismError(
-                    f"torch's {setting} was set during each of {MOST_PROOFS} proofs, by another "
-                    "thread or by the model's own forward; deterministic=True needs it left alone"
-                )
+            self._refuse_changed()
+            results = self.proving.run(partial(proof, self._runner, self.modes, self._found), given)
             self._refuse_changed()
         except BaseException:
-            self._go_by(before)
+            if not self.proving.under_way:  # another call's
+                self._found.clear()  # perhaps of another model, or other settings
+                self._go_by(self.results)
             raise
         self._go_by(results)
         disk.store(self._key, results)
@@ -335,13 +326,13 @@ class Contract:
         if change is not None and change.structure:
             what = change.what
         if what is not None:
-            self._found.clear()
             raise DeterminismError(f"{what} changed while the model was being proven: call again")
 
     def _go_by(self, results: ProbeResults | None) -> None:
         """Let passes go by these results; None: nothing is known."""
         self.results = results
         if results is None:
+            self.proving.drop()
             self._found: Found = {}  # of other modules, threads or settings
         if results is None or results.unsound:
             self.modes.restore()

@@ -34,6 +34,7 @@ from tinyspec.determinism.attention_probe import (
 )
 from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe
+from tinyspec.determinism.proving import Meanwhile
 from tinyspec.determinism.recorder import (
     Matmul,
     PassRecorder,
@@ -89,15 +90,25 @@ class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory; all while its ``scratch`` weights are in place.
 
-    modes: in which its linears run. found: by this proof and those before. probe: its passes, of up
-    to ``rows`` rows. linears: the first name of every kind. ops: other functions of rows, by name,
-    after ``prepare``.
+    modes: in which its linears run. found: by this proof and those before. meanwhile: what others
+    do in between. probe: its passes, of up to ``rows`` rows. linears: the first name of every kind.
+    ops: other functions of rows, by name, after ``prepare``. seconds: that it took by itself.
 
     Raises DeterminismError where memory does not suffice.
     """
 
-    def __init__(self, runner: ModelRunner, modes: LinearModes, found: Found, rows: int = 0):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        modes: LinearModes,
+        found: Found,
+        meanwhile: Meanwhile,
+        rows: int = 0,
+    ):
+        self._begun = self._resumed = time.perf_counter()
+        self._rest = self._rests = 0.0  # seconds of the last pause, of all
         self.runner, self.modes, self._found = runner, modes, found
+        self._meanwhile = meanwhile
         self.reference = runner.buckets.reference
         self._autocast = runner.served.autocast
         self.scratch = ScratchModel(runner.model)
@@ -107,14 +118,32 @@ class Prober:
         self.ops: dict[str, RowOp] = {}
         self._known: dict[str, Function] = {}
 
+    def pause(self) -> None:
+        """Between passes: let others use the engine, for half of the time."""
+        now = time.perf_counter()
+        if now - self._resumed >= self._rest:
+            self._meanwhile(self.scratch.aside())
+            self._resumed = time.perf_counter()
+            self._rest = self._resumed - now
+            self._rests += self._rest
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begun - self._rests
+
     def matmuls(self, tokens: Iterable[Tensor]) -> list[list[Matmul]]:
         """Of passes with each of these tokens, on the weights that are in place."""
-        return [record(self.runner, self.probe, ids).matmuls for ids in tokens]
+        found = []
+        for ids in tokens:
+            self.pause()
+            found.append(record(self.runner, self.probe, ids).matmuls)
+        return found
 
     def prepare(self) -> PassRecorder:
         """Compute the reference rows, and take the functions of rows from the first of their
         passes: those in the model, and what experts and fused modules compute between their
         matmuls."""
+        self.pause()
         model, recorder = self.runner.model, PassRecorder(self.runner, self.reference)
         self.probe.compute_reference(recorder.recording())
         hidden = (*row_functions(kernel_experts(model)), *fused_functions(model))
@@ -133,6 +162,7 @@ class Prober:
 
     def keeps_places(self, name: str) -> bool:
         """Fact 1 of one of them."""
+        self.pause()
         users, of_rows, pools = self._function(name)
         if users:
             # Small rows beside much larger ones: what compares all rows with a number of its own
@@ -142,6 +172,7 @@ class Prober:
 
     def agrees(self, name: str, rows: int) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
+        self.pause()
         if name not in self._known:  # of another bucket
             self._known[name] = self._function(name)
         users, of_rows, pools = self._known[name]
@@ -177,9 +208,17 @@ class Prober:
             product = partial(nn.Linear.forward, module)
         return RowOp(name, dtype, shape[:1], product, weight)
 
+    def difference(self, rows: int, numbers: Collection[int]) -> str | None:
+        """As the probe's."""
+        for number in numbers:
+            self.pause()
+            if (wrong := self.probe.difference(rows, [number])) is not None:
+                return wrong
+        return None
+
     def differs(self, rows: int, numbers: Collection[int]) -> list[Unsound]:
         """What passes of ``rows`` rows with these numbers show against the reference rows."""
-        wrong = self.probe.difference(rows, numbers)
+        wrong = self.difference(rows, numbers)
         why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
         return [Unsound(MODEL, why)] if wrong else []
 
@@ -228,10 +267,12 @@ def refuse_written(names: Collection[str]) -> None:
         )
 
 
-def prove_reference(runner: ModelRunner, modes: LinearModes, found: Found) -> ProbeResults:
+def prove_reference(
+    runner: ModelRunner, modes: LinearModes, found: Found, meanwhile: Meanwhile
+) -> ProbeResults:
     """The results, which know one bucket; the linear kernel gets the linears that are unsound,
     unless the config fixes whom it serves. Raises as ``check_pass``."""
-    begun, prober = time.perf_counter(), Prober(runner, modes, found)
+    prober = Prober(runner, modes, found, meanwhile)
     probe, rows = prober.probe, prober.reference
     with prober.scratch.in_place():
         moved = prober.moved(prober.linears)
@@ -251,10 +292,11 @@ def prove_reference(runner: ModelRunner, modes: LinearModes, found: Found) -> Pr
         moved += prober.moved(prober.ops)
         unsound += [Unsound(name, f"{name}: {PLACES.format(rows)}") for name in moved]
         kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
-        attention = compare_attention(runner, kinds, (), MANY_ROWS, ATTENTION_SECONDS)
+        limits = MANY_ROWS, ATTENTION_SECONDS
+        attention = compare_attention(runner, kinds, (), *limits, prober.pause)
         unsound += unsound_attention(attention)
         unsound += prober.differs(rows, range(1, FIRST_PASSES + 1))
-    took, seconds = time.perf_counter() - begun, probe.took.get(rows, 0.0)
+    took, seconds = prober.seconds, probe.took.get(rows, 0.0)
     own_way = modes.other_in_fast_mode(rows)
     bucket = BucketResult(rows, not unsound, (), seconds, own_way, proof=took)
     kept = () if unsound else served
@@ -262,7 +304,11 @@ def prove_reference(runner: ModelRunner, modes: LinearModes, found: Found) -> Pr
 
 
 def see_to_hold(
-    runner: ModelRunner, modes: LinearModes, found: Found, results: ProbeResults
+    runner: ModelRunner,
+    modes: LinearModes,
+    found: Found,
+    meanwhile: Meanwhile,
+    results: ProbeResults,
 ) -> ProbeResults:
     """The results, which were kept. What one pass shows is looked at all the same, which compiles
     and loads what a first pass needs. Raises as ``check_pass``."""
@@ -275,6 +321,7 @@ def prove_buckets(
     runner: ModelRunner,
     modes: LinearModes,
     found: Found,
+    meanwhile: Meanwhile,
     results: ProbeResults,
     sizes: Collection[int],
     attention_rows: int | None,
@@ -283,7 +330,7 @@ def prove_buckets(
     shows, the first time. attention_rows: to compare of each kind; None: the first time of each
     some more."""
     first, unsound = not results.confirmed, list[Unsound]()
-    prober = Prober(runner, modes, found, max(sizes, default=0))
+    prober = Prober(runner, modes, found, meanwhile, max(sizes, default=0))
     # On the model's own weights, and on scratch weights.
     tokens = token_sets(runner.vocab_size, prober.probe.distinct) if first else []
     own = prober.matmuls(tokens)
@@ -296,7 +343,8 @@ def prove_buckets(
             unsound += prober.differs(prober.reference, range(FIRST_PASSES + 1, ALL_PASSES + 1))
         if first or attention_rows is not None:
             kinds = attention_kinds(runner)
-            attention = compare_attention(runner, kinds, results.attention, attention_rows)
+            known = results.attention
+            attention = compare_attention(runner, kinds, known, attention_rows, None, prober.pause)
             unsound += unsound_attention(attention)
             results = replace(results, attention=tuple(attention))
         results = replace(results, confirmed=True).with_unsound(unsound)
@@ -318,7 +366,7 @@ def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResul
     A plain linear with other bits in a larger bucket runs in tiles there, of the largest bucket's
     rows in which it has the reference's.
     """
-    begun, modes = time.perf_counter(), prober.modes
+    begun, modes = prober.seconds, prober.modes
     differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
     broken = [n for n in differing if n not in prober.linears or not modes.can_tile(n, rows)]
     own_way = (*differing, *modes.other_in_fast_mode(rows))
@@ -328,8 +376,8 @@ def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResul
         modes.tile(results.with_bucket(found).tiles)
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))
-        broken = [MODEL] if prober.probe.difference(rows, numbers) else []
-    proof, seconds = time.perf_counter() - begun, prober.probe.took.get(rows, 0.0)
+        broken = [MODEL] if prober.difference(rows, numbers) else []
+    proof, seconds = prober.seconds - begun, prober.probe.took.get(rows, 0.0)
     if broken:
         found = BucketResult(rows, False, tuple(broken), seconds)
     return results.with_bucket(replace(found, seconds=seconds, proof=proof))

@@ -193,10 +193,12 @@ def forward(
     engine is closed by then. Raises as ``Engine.generate``."""
     with engine.driver.turn("forward"):
         engine.tracker.check_model()
-        engine.contract.ensure()
-        if engine.config.verify != "always":
-            planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
-            engine.contract.prove_more({bucket for bucket, *_ in planned})
+        with engine.contract.proving.pausing():
+            engine.contract.ensure()
+            if engine.config.verify != "always":
+                planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
+                engine.contract.prove_more({bucket for bucket, *_ in planned})
+        engine.tracker.refuse_closed()
         setting, exclusive = None, partial(_exclusive, engine)
         for _ in range(TRIES):
             with engine.runner.torch_state(gradients=True):

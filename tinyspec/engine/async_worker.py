@@ -7,12 +7,13 @@ import atexit
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
 
+from tinyspec.determinism.proving import Meanwhile
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.results import EventStream, output_of
 from tinyspec.errors import QueueFull, refuse
@@ -51,12 +52,13 @@ class Call:
     stream: EventStream | None = None
     rests: int = 0
 
-    def begin(self, engine: Engine) -> None:
-        """Make its requests and queue them. Raises what is wrong with them."""
+    def begin(self, engine: Engine, meanwhile: Meanwhile) -> None:
+        """Make its requests and queue them. Raises what is wrong with them. meanwhile: as of
+        ``Proving.pausing``."""
         requests = self.make(engine)
         for request in requests:
             request.priority = self.priority
-        engine.tracker.add(requests)
+        engine.tracker.add(requests, meanwhile)
         if self.collect is None:
             self.stream = EventStream(requests, engine.tokenizer, engine.tracker, engine)
         for request in requests:
@@ -206,7 +208,7 @@ class AsyncWorker:
                 break
             self.waiting.discard(call)
             try:
-                call.begin(self._engine)
+                call.begin(self._engine, self._meanwhile)
             except BaseException as error:  # panics of Rust, as in a tokenizer, are no Exception
                 self._fail([call], error)
 
@@ -214,10 +216,21 @@ class AsyncWorker:
         """Run a pass, if calls are unfinished; whether there was none to run for them."""
         unfinished = [call for call in self._calls if call.unfinished]
         try:
-            return bool(unfinished) and not self._engine.tracker.step()
+            return bool(unfinished) and not self._engine.tracker.step(self._meanwhile)
         except BaseException as error:  # of no request: the engine's own
             self._fail(unfinished, error)
             return False
+
+    def _meanwhile(self, aside: AbstractContextManager[None]) -> None:
+        """Between passes of a proof: a pass for the calls that are unfinished, and their answers,
+        and then the turns of other threads."""
+        if any(call.unfinished for call in self._calls):
+            with aside:
+                self._idles()
+                self._answer()
+                self._engine.driver.pause(nullcontext())
+        else:
+            self._engine.driver.pause(aside)
 
     def _answer(self) -> None:
         """Tell every loop once what its tasks wait for: waking one takes longer than a token's

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Lock, get_ident
 
@@ -128,7 +128,16 @@ class Driver:
         """Whether another thread waits that wants more than passes; asked in the turn."""
         return any(each.asleep_at != self.news and each.ready() for each in tuple(self._line))
 
-    def _take(self, ready: Callable[[], bool], asleep_at: int | None) -> None:
+    def pause(self, aside: AbstractContextManager[object]) -> None:
+        """Let those that wait use the engine first; in the turn, in a block of ``aside`` where
+        there are any. No signal takes effect."""
+        if any(each.asleep_at != self.news for each in tuple(self._line)):
+            with aside:
+                self._give(news=False)
+                self._take(lambda: True, None, held=True)
+                self.apply_posts()
+
+    def _take(self, ready: Callable[[], bool], asleep_at: int | None, held: bool = False) -> None:
         with self._lock:
             if self._owner is None and asleep_at != self.news:
                 self._owner = get_ident()
@@ -139,8 +148,9 @@ class Driver:
         try:
             openmp.release()  # the workers that it has begun would spin beside those of others
             while not waiter.given:
-                flush()
-                with waking(waiter.bell):
+                if not held:
+                    flush()
+                with nullcontext() if held else waking(waiter.bell):
                     waiter.bell.get()
         except BaseException:
             with self._lock:

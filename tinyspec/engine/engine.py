@@ -106,6 +106,7 @@ class Engine:
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.driver = self.tracker.driver
+        self.contract.proving.others = self.driver.pause
         self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker, drafter)
         self._outputs: list[RequestOutput] = []
         flush()
@@ -158,7 +159,7 @@ class Engine:
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
         self.tracker.refuse_closed()
-        if unfinished := len(self.tracker.requests):
+        if unfinished := len(self.tracker.requests) + self.contract.proving.calls:
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.drain()
 
@@ -212,10 +213,10 @@ class Engine:
     def end_call(self, releases: bool) -> None:
         """Where nothing is unfinished: ``forget_plain``, and ``release`` if ``releases``."""
         with self.driver.turn("end_call"):
-            if self.closed is None and not self.has_unfinished():
+            if self.closed is None and not (self.has_unfinished() or self.contract.proving.calls):
                 self.core.drain()
                 if releases:
-                    self._give_back(1 if self._grows else self.pool.num_pages)
+                    self._give_back()
                 self.admission.prefix.drop_plain()
 
     def reserve(self, num_pages: int) -> None:
@@ -233,11 +234,11 @@ class Engine:
                 self.core.drain()
                 self._give_back(pages)
 
-    def _give_back(self, num_pages: int) -> None:
+    def _give_back(self, num_pages: int | None = None) -> None:
         """Free the page pool's memory; the next pass takes that of ``num_pages``."""
         self.admission.forget_pages()
         self.runner.release()
-        self.pool.resize(num_pages)
+        self.pool.resize(num_pages or (1 if self._grows else self.pool.num_pages))
 
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
@@ -246,14 +247,15 @@ class Engine:
         """
         with self.driver.turn("release"):
             self._refuse_unfinished("release")
-            self._give_back(1 if self._grows else self.pool.num_pages)
+            self._give_back()
 
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
         with self.driver.turn("fingerprint"):
             self.tracker.check_model()
-            return self.contract.fingerprint.digest
+            with self.contract.proving.pausing():
+                return self.contract.fingerprint.digest
 
     def warm_up(self) -> None:
         """Prove now what requests would prove once it repays its time: every bucket that
@@ -264,8 +266,9 @@ class Engine:
         with self.driver.turn("warm_up"):
             self._refuse_unfinished("warm_up")
             self.tracker.check_model()
-            self.contract.probe()
-            self.contract.ensure()
+            with self.contract.proving.pausing():
+                self.contract.probe()
+                self.contract.ensure()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
+from tinyspec.determinism.proving import Meanwhile
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.driver import Driver
 from tinyspec.engine.in_flight import InFlightPass
@@ -36,7 +37,7 @@ class RequestTracker:
     """Unfinished requests of one engine by id; the thread with the turn of ``driver`` runs passes
     for all. queued: those that ``step`` reports at their end. closed: why nothing runs any more.
     All but ``drive``, ``run``, ``cancel``, ``drop``, ``abort`` and ``weights_changed`` is to be
-    called in a turn.
+    called in a turn. meanwhile: as of ``Proving.pausing``.
     """
 
     def __init__(self, core: EngineCore, contract: Contract):
@@ -134,13 +135,15 @@ class RequestTracker:
 
     # Requests
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[Request], meanwhile: Meanwhile | None = None) -> None:
         """Queue requests, after a look in this turn; or DeterminismError, and none is queued."""
         self.refuse_closed()
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
-            self._contract.ensure()
-            fingerprint = self._contract.fingerprint
+            with self._contract.proving.pausing(meanwhile):
+                self._contract.ensure()
+                fingerprint = self._contract.fingerprint
+            self.refuse_closed()
         with self._core.runner.torch_state.stream():
             pass  # passes of any thread come after what the caller's stream computes of inputs
         for request in requests:
@@ -176,15 +179,13 @@ class RequestTracker:
             return all(sequence.finished for sequence in sequences)
 
         # A bar that is not shown would all the same start tqdm's thread.
-        shown = None
+        shown = tqdm(total=len(sequences), unit="completion", delay=2.0) if progress else None
 
         def show() -> None:
             if shown is not None:
                 shown.update(sum(s.finished for s in sequences) - shown.n)
 
         try:
-            if progress:
-                shown = tqdm(total=len(sequences), unit="completion", delay=2.0)
             with shown or nullcontext():
                 return self.drive("generate", done, then, show)
         finally:
@@ -229,12 +230,12 @@ class RequestTracker:
             if other and threads == torch.get_num_threads():
                 torch.set_num_threads(own)
 
-    def step(self) -> bool:
+    def step(self, meanwhile: Meanwhile | None = None) -> bool:
         """One pass, in a turn; whether there was one."""
         with self._passes():
-            return self.run_pass()
+            return self.run_pass(meanwhile)
 
-    def run_pass(self) -> bool:
+    def run_pass(self, meanwhile: Meanwhile | None = None) -> bool:
         """Run one pass, commit what it found, and forget the requests that it finished; whether
         there was one. Raises exits and interrupts of the caller's own code."""
         core, begun = self._core, time.perf_counter()
@@ -249,28 +250,28 @@ class RequestTracker:
         self.driver.news += 1
         if core.table.any("deterministic"):  # prove what makes them faster
             seconds = time.perf_counter() - begun
-            if not self._contract.prove_repaid(seconds, core.scheduler.accepted()):
+            with self._contract.proving.pausing(meanwhile):
+                sound = self._contract.prove_repaid(seconds, core.scheduler.accepted())
+            if not sound:
                 self._ensure()
         return True
 
     def _run_pass(self) -> bool:
         written = len(self._contract.written)
         self._core.propose()
-        if (done := self._core.begin()) is None:
-            return False
-        self._core.finish(done, self._is_sound(done, written))
-        return True
+        if (done := self._core.begin()) is not None:
+            self._core.finish(done, self._is_sound(done, written))
+        return done is not None
 
     def _is_sound(self, done: InFlightPass, written: int) -> bool:
         """Whether what a pass found may be committed, or its error blamed; where something that
         bits depend on has changed, it is computed again. written: how many buffers passes had been
         seen to write to before."""
         core, works = self._core, done.works
-        if self._dropped:
-            self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
+        self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
         if asks := core.table.any("deterministic"):
-            final = done.alive & (works.kinds != DRAFT)
-            asks = bool(np.count_nonzero(core.table.deterministic[works.rows[final]]))
+            final = works.rows[done.alive & (works.kinds != DRAFT)]
+            asks = bool(np.count_nonzero(core.table.deterministic[final]))
         # Pages of a canonical pass may be found by deterministic requests.
         if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
             return True
@@ -309,13 +310,12 @@ class RequestTracker:
     def _finish(self) -> None:
         """After a pass: forget the requests that it finished, and do what was posted."""
         ended = self._core.committer.take_ended()
-        if not self._look_at_digests([sequence.request for sequence in ended]):
-            for sequence in ended:
-                if sequence.deterministic:
-                    sequence.finish_reason = "abort"
-                    sequence.error = "the weights changed while it was running"
-                    sequence.forget()
+        sound = self._look_at_digests([sequence.request for sequence in ended])
         for sequence in ended:
+            if sequence.deterministic and not sound:
+                sequence.finish_reason = "abort"
+                sequence.error = "the weights changed while it was running"
+                sequence.forget()
             if sequence.request.finished:
                 self._remove(sequence.request)
         self.driver.apply_posts()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import mode
 from typing import Any
 
@@ -167,17 +167,30 @@ class ScratchModel:
         kinds = {layout(w): sum(part.nbytes for part in parts(w).values()) for w in self._packed}
         self.nbytes = self._buffers.nbytes + sum(kinds.values())
         self._drawn: dict[int, Tensor] = {}
+        self._placed: ExitStack | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """A block in which the model has scratch weights, the same ones every time. Raises
         DeterminismError where what runs in it does not take them."""
         try:
-            with self.shared():
+            with ExitStack() as self._placed:
+                self._placed.enter_context(self.shared())
                 yield
         except (AssertionError, ValueError) as error:  # as of a quantizer's range
             why = failing_module(self._model, error)
             raise DeterminismError(f"on weights of the proof's own making {why}") from error
+        finally:
+            self._placed = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block, within ``in_place`` or not, in which the model has its own weights."""
+        if (placed := self._placed) is not None:
+            placed.close()
+        yield
+        if placed is not None:  # what is raised leaves ``in_place`` as well
+            placed.enter_context(self.shared())
 
     @contextmanager
     def shared(self, *others: nn.Module) -> Iterator[None]:

@@ -1,0 +1,251 @@
+"""A proof lets others use the engine between its passes: streams go on, and what they or others do
+to the model, the engine or the process meanwhile leaves nothing wrong behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Event, Thread
+
+import pytest
+import torch
+
+from tests.support.cases import engine_of, greedy, text
+from tests.support.mixes import bits
+from tests.support.patience import PATIENCE
+from tests.support.tiny import tiny
+from tinyspec import AsyncEngine, SamplingParams
+from tinyspec.determinism import contract, proof
+
+pytestmark = pytest.mark.usefixtures("home")
+PROMPT, ASKED = text(20, seed=3), greedy(6)
+LONG = SamplingParams(max_new_tokens=450, seed=0)
+
+
+def expected(model=None):
+    with engine_of(model or tiny()) as engine:
+        (output,) = engine.generate([PROMPT], ASKED)
+    return bits(output), output.fingerprint
+
+
+def told(output):
+    return bits(output), output.fingerprint
+
+
+@pytest.fixture
+def committed(monkeypatch):
+    """Tokens that were committed while each proof ran: of the reference bucket, of others."""
+    found = {"prove_reference": [], "prove_buckets": []}
+
+    def counting(name, own):
+        def around(runner, *given):
+            before = [engine.stats().committed for engine in engines]
+            try:
+                return own(runner, *given)
+            finally:
+                now = [engine.stats().committed for engine in engines]
+                found[name] += [b - a for a, b in zip(before, now, strict=True)]
+
+        return around
+
+    engines = []
+    for name in found:
+        monkeypatch.setattr(contract, name, counting(name, getattr(contract, name)))
+    found["of"] = engines.append
+    return found
+
+
+def in_a_pause(engine, work, skip=0):
+    """Let another thread do ``work``, which asks for turns, between two passes of a proof."""
+    driver, left, pool = engine.driver, [work], ThreadPoolExecutor(1)
+    own = driver.pause
+    skipped = iter(range(skip))
+
+    def pause(aside):
+        if not left or next(skipped, None) is not None:
+            return own(aside)
+        done = pool.submit(left.pop())
+        while not (driver._line or done.done()):
+            time.sleep(0)
+        with aside:
+            while not done.done():
+                own(nullcontext())
+        done.result()
+
+    engine.contract.proving.others = pause
+    return left
+
+
+# Streams go on
+
+
+async def beside_a_stream(engine):
+    """The output of a deterministic request that is awaited beside a plain stream."""
+    served = AsyncEngine(engine)
+    events = served.stream([PROMPT], LONG)
+    await anext(events)
+    asked = asyncio.create_task(served.generate([PROMPT], ASKED))
+    async for _ in events:
+        pass
+    (output,) = await asked
+    await served.close()
+    return output
+
+
+def threads_beside_a_stream(engine):
+    """The same in threads."""
+    begun, stop = Event(), Event()
+
+    def read():
+        for _ in engine.stream([PROMPT], LONG):
+            begun.set()
+            if stop.is_set():
+                break
+
+    reader = Thread(target=read)
+    reader.start()
+    begun.wait(PATIENCE)
+    (output,) = engine.generate([PROMPT], ASKED)
+    stop.set()
+    reader.join(PATIENCE)
+    return output
+
+
+WAYS = {
+    "tasks": lambda engine: asyncio.run(asyncio.wait_for(beside_a_stream(engine), PATIENCE)),
+    "threads": threads_beside_a_stream,
+}
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_go_on_while_a_first_request_is_proven(way, control, committed, monkeypatch):
+    if control:
+        monkeypatch.setattr(proof.Prober, "pause", lambda prober: None)
+    with engine_of(tiny()) as engine:
+        committed["of"](engine)
+        found = told(WAYS[way](engine))
+    assert len(committed["prove_reference"]) == 1
+    (there,) = committed["prove_reference"]
+    assert there == 0 if control else there > 5
+    assert found == expected()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_go_on_while_a_further_bucket_is_proven(way, committed, proven_on_demand):
+    """By the thread that runs passes for all, the worker of tasks too."""
+    with engine_of(tiny()) as engine:
+        engine.generate([PROMPT], greedy(1))
+        committed["of"](engine)
+        found = told(WAYS[way](engine))
+    assert any(committed["prove_buckets"])
+    assert found == expected()
+
+
+def test_a_proof_alone_waits_for_nobody(committed, monkeypatch):
+    """No turn is given up, and scratch weights stay where they are."""
+    monkeypatch.setattr(proof.ScratchModel, "shared", counted := Counted(proof.ScratchModel.shared))
+    with engine_of(tiny()) as engine:
+        committed["of"](engine)
+        assert told(engine.generate([PROMPT], ASKED)[0]) == expected()
+    assert counted.calls <= 6
+
+
+class Counted:
+    """A method that counts its calls."""
+
+    def __init__(self, method):
+        self.method, self.calls = method, 0
+
+    def __get__(self, own, kind):
+        def call(*given):
+            self.calls += 1
+            return self.method(own, *given)
+
+        return call
+
+
+# What others do meanwhile
+
+
+def scaled(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+
+
+def replaced(model):
+    model.model.norm = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("skip", [0, 7])
+@pytest.mark.parametrize("change", [scaled, replaced])
+def test_a_model_that_others_change_and_look_at(change, skip):
+    """The proof begins again; what is told is of the model as it is then."""
+    changed = tiny()
+    change(changed)
+    model = tiny()
+    with engine_of(model) as engine:
+
+        def work():
+            change(model)
+            engine.generate([PROMPT], SamplingParams(max_new_tokens=2))
+
+        left = in_a_pause(engine, work, skip)
+        (output,) = engine.generate([PROMPT], ASKED)
+        assert not left
+    assert told(output) == expected(changed) != expected()
+
+
+def test_requests_of_others_run_in_a_pause(monkeypatch):
+    """A plain one, and a deterministic one, which waits for the proof that is under way."""
+    found, reference = [], []
+    whole = contract.prove_reference
+    monkeypatch.setattr(
+        contract, "prove_reference", lambda *given: reference.append(1) or whole(*given)
+    )
+    with engine_of(tiny()) as engine:
+
+        def work():
+            found.append(engine.generate([PROMPT], [greedy(6, deterministic=False)])[0])
+            thread = Thread(target=lambda: found.append(engine.generate([PROMPT], ASKED)[0]))
+            thread.start()
+            threads.append(thread)
+
+        threads = []
+        left = in_a_pause(engine, work)
+        found.append(engine.generate([PROMPT], ASKED)[0])
+        threads[0].join(PATIENCE)
+        assert not left and len(reference) == 1
+    deterministic = [told(each) for each in found if each.params.deterministic]
+    assert deterministic == [expected()] * 2 and len(found) == 3
+
+
+def test_an_engine_that_others_close():
+    with engine_of(tiny()) as engine:
+        left = in_a_pause(engine, engine.close)
+        with pytest.raises(ValueError, match="closed"):
+            engine.generate([PROMPT], ASKED)
+        assert not left
+
+
+def test_an_engine_is_not_idle_while_it_proves():
+    """What a call of another's gives back at its end would be missed."""
+    refused = []
+    with engine_of(tiny(), num_pages=None) as engine:
+
+        def work():
+            engine.end_call(True)
+            for name in ("release", "forget_plain", "warm_up"):
+                with pytest.raises(ValueError, match="unfinished"):
+                    getattr(engine, name)()
+                refused.append(name)
+
+        left = in_a_pause(engine, work)
+        pages = engine.pool.num_pages
+        (output,) = engine.generate([PROMPT], ASKED)
+        assert not left and len(refused) == 3
+        assert engine.pool.num_pages == pages
+    assert told(output) == expected()
