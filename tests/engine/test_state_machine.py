@@ -299,7 +299,11 @@ class OneEngineComparingPlain(OneEngine):
 
 def test_random_use():
     OneEngine.reached.clear()
-    use_at_random(OneEngine, 0, cases=2, steps=30)
+    # What a seed draws depends on the modules that other tests have imported, too.
+    for number in range(8):
+        use_at_random(OneEngine, number, cases=2, steps=30)
+        if all(OneEngine.reached[event] > 0 for event in EVENTS):
+            break
     # Control: the runs did get to where something could go wrong.
     assert all(OneEngine.reached[event] > 0 for event in EVENTS), OneEngine.reached
 
