@@ -23,7 +23,7 @@ WINGS = (
     ("serve",),
     ("tools", "drop_in"),
     ("engine",),
-    ("drafts", "structured"),
+    ("drafts", "structured", "text"),
     ("thinking",),
     ("determinism",),
     ("runner",),

@@ -122,7 +122,7 @@ MOVES_BITS = {
     "a filter": ("scheduler/request.py", "params.min_p) or 0.0", "params.min_p) or 0.5"),
     "tokens of a state": ("config.py", "STATE_TILE = 8", "STATE_TILE = 16"),
     "how far a stop string reaches": (
-        "engine/stop_strings.py",
+        "text/stop_strings.py",
         "for stop in stops) + 1",
         "for stop in stops)",
     ),

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
-from tinyspec.engine.results import TextStream
 from tinyspec.serve.guard import Failure
+from tinyspec.text.stream import TextStream
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}

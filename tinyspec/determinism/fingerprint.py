@@ -52,7 +52,7 @@ NAMES = (
     ("engine/core.py", "EngineCore", "_samples"),
     ("engine/in_flight.py", "", "special_row"),
     ("engine/commit.py", "Committer", "_commit_newest _append_one_by_one _finish stops"),
-    ("engine/stop_strings.py", "", "reach decoded first_stop"),
+    ("text/stop_strings.py", "", "reach decoded first_stop"),
     ("structured/grammars.py", "", "MOST_STATES"),
     ("structured/grammars.py", "Reader", "__init__ read next _sound"),
     ("structured/grammars.py", "Grammar", "allowed _read _reader"),

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from tinyspec.engine.in_flight import InFlightPass, NewTokens
-from tinyspec.engine.stop_strings import decoded, first_stop, reach
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
@@ -24,6 +23,7 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, DRAFTING, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.text.stop_strings import decoded, first_stop, reach
 from tinyspec.thinking.thinker import Thinker
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from tinyspec.engine.results import TextStream
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.serve.tools import ToolText
+from tinyspec.text.stream import TextStream
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
 LEAST_LOGPROB = -9999.0

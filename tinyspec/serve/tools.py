@@ -15,11 +15,11 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from tinyspec.engine.results import TextStream
 from tinyspec.errors import refuse
 from tinyspec.outputs import StreamEvent
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.serve.schemas import laid_out
+from tinyspec.text.stream import TextStream
 
 DECODER = json.JSONDecoder()
 # Stand in a text for tokens that begin and end a call: no text has these, and no JSON.

@@ -14,10 +14,10 @@ from typing import Any
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.input_processor import InputProcessor
-from tinyspec.engine.results import text_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.text.stream import text_of
 from tinyspec.tools.diff import (
     DIFFERS,
     NOT_COMPARABLE,

@@ -1,0 +1,1 @@
+"""Text: what tokens mean as text, and where stop strings end it."""
