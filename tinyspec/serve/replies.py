@@ -79,7 +79,7 @@ class Reply:
     prompts: list[list[int]]
     tokenizer: Any
     fingerprint: str
-    split: Callable[[], ToolText]
+    split: Callable[..., ToolText]
     seed: int | None
     began: float
     generated: int = 0
@@ -97,7 +97,9 @@ class Reply:
         self._cached.setdefault(event.prompt, event.cached_prompt_tokens or 0)
         key = event.prompt, event.index
         if key not in self._choices:
-            self._choices[key] = Choice(self.split(), TextStream(self.tokenizer))
+            prompt = self.prompts[event.prompt]
+            texts = TextStream(self.tokenizer, prompt=prompt)
+            self._choices[key] = Choice(self.split(prompt=prompt), texts)
         own: dict[str, Any] = {"token_ids": event.token_ids} if self.body.return_token_ids else {}
         own |= {"index": event.prompt * self.body.completions + event.index}
         own |= {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}

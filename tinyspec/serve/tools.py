@@ -117,16 +117,17 @@ def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[..., ToolText], di
 class ToolText:
     """Splits a growing text into content and calls of the functions ``names``: from where a call
     may begin it is held back to its end. Without a ``format`` all is content. params: of the
-    request, whose stop strings are no part of it."""
+    request, whose stop strings are no part of it. prompt: token ids."""
 
     format: ToolFormat | None = None
     names: set[str] = field(default_factory=set)
     tokenizer: Any = None
     params: SamplingParams | None = None
+    prompt: list[int] | None = None
     _held: str = ""
 
     def __post_init__(self) -> None:
-        self._stream = TextStream(self.tokenizer, self.params)
+        self._stream = TextStream(self.tokenizer, self.params, self.prompt)
 
     def told(self, event: StreamEvent) -> tuple[str, list[dict[str, Any]]]:
         """Content and calls that are known with an event."""
