@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
-from tinyspec.serve.tools import ToolText
+from tinyspec.serve.reading import Reading
 from tinyspec.text.stream import TextStream
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
@@ -56,7 +56,7 @@ class Choice:
     """What was said of one completion: its text as far as it may be a call, its tokens', and where
     the next of these begins."""
 
-    text: ToolText
+    text: Reading
     texts: TextStream
     begun: bool = False
     place: int = 0
@@ -67,7 +67,7 @@ class Reply:
     """What is said of one request.
 
     prompts: token ids. fingerprint: the engine's, until an output has one.
-    seed: as drawn, where the request has none. split: makes what finds calls.
+    seed: as drawn, where the request has none. read: makes what finds thoughts and calls.
     began: when it came. prompt_tops: of each prompt, the likeliest tokens from its second place on.
     """
 
@@ -79,7 +79,7 @@ class Reply:
     prompts: list[list[int]]
     tokenizer: Any
     fingerprint: str
-    split: Callable[..., ToolText]
+    read: Callable[..., Reading]
     seed: int | None
     began: float
     generated: int = 0
@@ -99,7 +99,7 @@ class Reply:
         if key not in self._choices:
             prompt = self.prompts[event.prompt]
             texts = TextStream(self.tokenizer, prompt=prompt)
-            self._choices[key] = Choice(self.split(prompt=prompt), texts)
+            self._choices[key] = Choice(self.read(prompt=prompt), texts)
         own: dict[str, Any] = {"token_ids": event.token_ids} if self.body.return_token_ids else {}
         own |= {"index": event.prompt * self.body.completions + event.index}
         own |= {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
@@ -206,8 +206,9 @@ class ChatReply(Reply):
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         choice, own = self.note(event)
-        content, calls = choice.text.told(event)
+        thought, content, calls = choice.text.told(event)
         message: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
+        message |= {"reasoning_content": thought} if thought else {}
         if content or not choice.begun:
             message["content"] = content or (None if calls else "")
         if calls:
