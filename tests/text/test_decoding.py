@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from tests.support.serving import MODEL, running
 from tests.support.tokenizers import KINDS, tokenizer_of
 from tinyspec import Engine, EngineConfig, SamplingParams, audit
-from tinyspec.text.decoding import INCOMPLETE, decode, decode_behind
+from tinyspec.text.decoding import INCOMPLETE, bytes_of, decode, decode_behind
 from tinyspec.text.stream import TextStream, text_of
 from tinyspec.tools.demo import BUNDLED
 
@@ -145,6 +145,13 @@ def test_any_tokens(kind, data):
         assert decode_behind(tokenizer, prompt, token_ids) == text
 
 
+@pytest.mark.parametrize("kind", ["markup", "special markup", *STRIPPING])
+def test_bytes_of_part_of_a_character(kind):
+    tokenizer = tokenizer_of(kind)
+    smile = spelled(tokenizer, SMILE)
+    assert b"".join(bytes_of(tokenizer, token) for token in smile) == SMILE.encode()
+
+
 # Over HTTP
 
 
@@ -183,3 +190,21 @@ def test_a_chat_begins_with_its_space(client, engine, stream):
         (choice,) = client.chat.completions.create(**asked).choices
         assert choice.message.content == " the the"
         assert [one.token for one in choice.logprobs.content] == [" the"] * 2
+
+
+def test_split_characters_have_their_bytes(client, engine):
+    """Each in its own token, as OpenAI has it: together they are the character's."""
+    smile = spelled(engine.tokenizer, SMILE)
+    prompt, rest = [1, *smile[:2]], [str(token) for token in smile[2:]]
+    found = b""
+    for token in rest:
+        (choice,) = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "a"}],
+            max_tokens=1,
+            logit_bias={token: 100},
+            logprobs=True,
+        ).choices
+        (one,) = choice.logprobs.content
+        found += bytes(one.bytes)
+    assert bytes(bytes_of(engine.tokenizer, n)[0] for n in prompt[1:]) + found == SMILE.encode()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.serve.reading import Reading
+from tinyspec.text.decoding import INCOMPLETE, bytes_of
 from tinyspec.text.stream import TextStream
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
@@ -233,8 +234,8 @@ class ChatReply(Reply):
         def named(token: int, logprob: float) -> dict[str, Any]:
             text = texts.peek(token) or self.tokenizer.decode([token])
             # Part of a character has bytes that the text does not tell.
-            known = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": share(logprob), "bytes": known}
+            known = bytes_of(self.tokenizer, token) if INCOMPLETE in text else text.encode()
+            return {"token": text, "logprob": share(logprob), "bytes": known and [*known]}
 
         tops, found = event.top_logprobs or [[]] * len(event.token_ids), []
         for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True):
