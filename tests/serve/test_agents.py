@@ -12,10 +12,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.serve.test_tools import CLOCK, TEMPLATES, WEATHER
+from tests.support.script import saying
 from tests.support.serving import MESSAGES, MODEL, running
 from tests.support.tokenizers import tokenizer_of
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.serve import protocol
 from tinyspec.serve.reading import Reading, Thought
 from tinyspec.serve.tools import HERMES, LLAMA
 from tinyspec.tools.demo import BUNDLED
@@ -31,21 +31,6 @@ ANSWER = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required
 ANSWER |= {"additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
 THINKING = TEMPLATES["hermes"] + "{% if false %}</think>{% endif %}"
-
-
-class Script:
-    """A processor that makes a model say a text, as far as it may: what is masked stays so."""
-
-    def __init__(self, token_ids, end):
-        self.token_ids, self.end, self.start = token_ids, end, None
-
-    def __call__(self, ids, scores):
-        self.start = ids.shape[1] if self.start is None else self.start
-        place, said = ids.shape[1] - self.start, self.token_ids
-        wanted = said[place] if place < len(said) else self.end
-        scores = scores.clone()
-        scores[0, wanted] += 1e4
-        return scores
 
 
 def served(kind, template):
@@ -77,20 +62,6 @@ def thinking():
     engine = served("markup", THINKING)
     with engine, running(engine, deterministic=True) as found:
         yield found
-
-
-def saying(server, monkeypatch, text):
-    """A client of a model that says ``text``, in which markup is by its tokens."""
-    tokenizer = server.engine.tokenizer
-    token_ids = tokenizer(text, add_special_tokens=False).input_ids
-    params = protocol.TextRequest.params
-
-    def scripted(body, **given):
-        own = params(body, **given)
-        return replace(own, logits_processors=lambda: [Script(token_ids, tokenizer.eos_token_id)])
-
-    monkeypatch.setattr(protocol.TextRequest, "params", scripted)
-    return server.client()
 
 
 def call(form, inner):
