@@ -24,6 +24,7 @@ from tinyspec.determinism.fingerprint_parts import DIGEST, Parts, text_digest
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.structured.schemas import readable, readable_grammar
 from tinyspec.structured.spelling import state_of, vocabulary
 
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
@@ -207,12 +208,16 @@ class Grammars:
         RuntimeError and ValueError; ImportError without llguidance."""
         from llguidance import LLMatcher, LLParserLimits
 
-        read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
+        read = {
+            "json_schema": lambda: LLMatcher.grammar_from_json_schema(readable(text)),
+            "grammar": lambda: LLMatcher.grammar_from_lark(readable_grammar(text)),
+            "regex": lambda: LLMatcher.grammar_from_regex(text),
+        }[field]
         # Without limits of one step, for which drafts would have paid; more than these overflow.
         limits = LLParserLimits(
             step_lexer_fuel=2**62, step_max_items=2**62, max_lexer_states=MOST_STATES
         )
         known, _ = self._vocabulary(state, eos)
-        matcher = partial(LLMatcher, known, read(text), log_level=0, limits=limits)
+        matcher = partial(LLMatcher, known, read(), log_level=0, limits=limits)
         Reader(matcher(), [*eos]).next()  # where some of what compiles gives up at once
         return matcher
