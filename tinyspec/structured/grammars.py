@@ -208,16 +208,13 @@ class Grammars:
         RuntimeError and ValueError; ImportError without llguidance."""
         from llguidance import LLMatcher, LLParserLimits
 
-        read = {
-            "json_schema": lambda: LLMatcher.grammar_from_json_schema(readable(text)),
-            "grammar": lambda: LLMatcher.grammar_from_lark(readable_grammar(text)),
-            "regex": lambda: LLMatcher.grammar_from_regex(text),
-        }[field]
+        read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
+        text = {"json_schema": readable, "grammar": readable_grammar}.get(field, str)(text)
         # Without limits of one step, for which drafts would have paid; more than these overflow.
         limits = LLParserLimits(
             step_lexer_fuel=2**62, step_max_items=2**62, max_lexer_states=MOST_STATES
         )
         known, _ = self._vocabulary(state, eos)
-        matcher = partial(LLMatcher, known, read(), log_level=0, limits=limits)
+        matcher = partial(LLMatcher, known, read(text), log_level=0, limits=limits)
         Reader(matcher(), [*eos]).next()  # where some of what compiles gives up at once
         return matcher

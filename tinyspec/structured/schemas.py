@@ -13,17 +13,11 @@ from typing import Any
 # JSON as models learn it. A model that may write any white space may write no end of it.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Others are annotations, as the specification says.
-FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
-FORMATS |= {"uuid"}
-# Of keywords the values that allow anything.
-NOTHING = dict[str, list[Any]](
-    uniqueItems=[False],
-    unevaluatedItems=[True, {}],
-    unevaluatedProperties=[True, {}],
-    dependentRequired=[{}],
-    dependentSchemas=[{}],
-    propertyNames=[True, {}, {"type": "string"}],
-)
+FORMATS = "date-time date time duration email hostname ipv4 ipv6 uri uuid"
+# Keywords that say nothing where they are false or empty, or true or empty; and of all names.
+EMPTY = {"uniqueItems", "dependentRequired", "dependentSchemas"}
+ANY = {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}
+STRINGS = "propertyNames", {"type": "string"}
 # Whose values are data, or schemas by names that are no keywords.
 DATA = {"const", "enum", "default", "examples", "x-guidance"}
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -61,10 +55,8 @@ def _readable(schema: Any) -> Any:
             inner += found
         elif isinstance(found, dict):
             for key, value in found.items():
-                if key in NAMED and isinstance(value, dict):
-                    inner += value.values()
-                elif key not in DATA:
-                    inner.append(value)
+                named = key in NAMED and isinstance(value, dict)
+                inner += value.values() if named else [value] * (key not in DATA)
     for found in reversed(inner):
         if isinstance(found, dict):
             _simplify(found, schema)
@@ -74,33 +66,30 @@ def _readable(schema: Any) -> Any:
 def _simplify(found: dict[str, Any], whole: dict[str, Any]) -> None:
     """Leave out of a schema within ``whole`` what says nothing, and say in other words what can be
     said so."""
-    if isinstance(known := found.get("format"), str) and known not in FORMATS:
+    if isinstance(known := found.get("format"), str) and known not in FORMATS.split():
         del found["format"]
-    for key in found.keys() & NOTHING.keys():
-        if found[key] in NOTHING[key]:
+    for key, x in [*found.items()]:
+        if (key in EMPTY and not x) or (key in ANY and x in (True, {})) or (key, x) == STRINGS:
             del found[key]
     if not found.keys() & IN_PLACE and "unevaluatedProperties" in found:
         found.setdefault("additionalProperties", found.pop("unevaluatedProperties"))
     pattern, most = _names(found.get("propertyNames"), whole)
     if pattern and not (found.get("properties") or found.get("patternProperties")):
         del found["propertyNames"]
-        if most:  # or a text could repeat them without end
-            found.setdefault("maxProperties", most)
         found["patternProperties"] = {pattern: found.get("additionalProperties", True)}
         found["additionalProperties"] = False
+        if most:  # or a text could repeat them without end
+            found.setdefault("maxProperties", most)
 
 
 def _names(names: Any, whole: Any) -> tuple[str, int]:
     """The pattern that says the same as a schema of names, and how many there are; none, and 0
     where that is not known."""
-    if not isinstance(names, dict):
-        return "", 0
-    if isinstance(place := names.get("$ref"), str) and place.startswith("#/"):
-        for part in place.split("/")[1:]:
-            whole = whole.get(part) if isinstance(whole, dict) else None
-        return _names(whole, None) if len(names) == 1 else ("", 0)
-    own = [x for x in names.items() if x[0] not in ABOUT and x != ("type", "string")]
-    match own:
+    place = names.get("$ref") if isinstance(names, dict) and len(names) == 1 else None
+    for part in place.split("/")[1:] if isinstance(place, str) else ():
+        whole = names = whole.get(part) if isinstance(whole, dict) else None
+    given = names.items() if isinstance(names, dict) else ()
+    match [x for x in given if x[0] not in ABOUT and x != ("type", "string")]:
         case [("pattern", str(pattern))]:
             return pattern, 0
         case [("const", str(value))]:
