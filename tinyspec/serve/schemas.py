@@ -34,6 +34,18 @@ def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+def moved(schema: Any, place: str) -> Any:
+    """With references that hold where it stands at ``place``, "#/.../", of another."""
+    if isinstance(schema, list):
+        return [moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: moved(each, place) for name, each in schema.items()}
+    if isinstance(reference := found.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = place.rstrip("/") + reference[1:]
+    return found
+
+
 def repeated(pattern: str) -> int:
     """The largest product of counts that stand within each other: of ``(a{2,3}b){4}`` 12; 0 where
     none do."""

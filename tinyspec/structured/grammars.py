@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from tinyspec.determinism.fingerprint import text_code
 from tinyspec.determinism.fingerprint_parts import DIGEST, Parts, text_digest
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
@@ -172,6 +173,8 @@ class Grammars:
             return {}
         state = state_of(self._tokenizer)
         found: Parts = {"tokenizer": DIGEST + self._digest(state, vocab_size)[:32]}
+        if params.stop_strings:
+            found["text"] = DIGEST + text_code()[:32]
         if params.structure is not None:
             found["spelling"] = DIGEST + self._vocabulary(state, params.eos_token_id)[1][:32]
             found["llguidance"] = next((d.version for d in distributions(name="llguidance")), None)
