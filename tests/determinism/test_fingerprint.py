@@ -126,6 +126,11 @@ MOVES_BITS = {
         'sequence.finish_reason = "stop"',
         'sequence.finish_reason = "end"',
     ),
+    "the layout of JSON": (
+        "structured/schemas.py",
+        '"item_separator": ", "',
+        '"item_separator": ","',
+    ),
     "a property": ("sampling_params.py", "if self.ignore_eos else", "if not self.ignore_eos else"),
 }
 MOVES_NONE = {

@@ -234,8 +234,9 @@ class ChatReply(Reply):
         def named(token: int, logprob: float) -> dict[str, Any]:
             text = texts.peek(token) or self.tokenizer.decode([token])
             # Part of a character has bytes that the text does not tell.
-            known = bytes_of(self.tokenizer, token) if INCOMPLETE in text else text.encode()
-            return {"token": text, "logprob": share(logprob), "bytes": known and [*known]}
+            raw = bytes_of(self.tokenizer, token) if INCOMPLETE in text else text.encode()
+            told = raw if raw is None else [*raw]
+            return {"token": text, "logprob": share(logprob), "bytes": told}
 
         tops, found = event.top_logprobs or [[]] * len(event.token_ids), []
         for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True):

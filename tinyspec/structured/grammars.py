@@ -25,6 +25,7 @@ from tinyspec.determinism.fingerprint_parts import DIGEST, Parts, text_digest
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.structured.schemas import readable, readable_grammar
 from tinyspec.structured.spelling import state_of, vocabulary
 
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
@@ -211,6 +212,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
+        text = {"json_schema": readable, "grammar": readable_grammar}.get(field, str)(text)
         # Without limits of one step, for which drafts would have paid; more than these overflow.
         limits = LLParserLimits(
             step_lexer_fuel=2**62, step_max_items=2**62, max_lexer_states=MOST_STATES
