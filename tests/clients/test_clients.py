@@ -65,7 +65,9 @@ def server(request):
 def test_a_client(server, name, monkeypatch, tmp_path):
     if not there(MODULES[name]):
         pytest.skip(f"needs {MODULES[name]}")
-    saying(server, monkeypatch, agent(HERMES, {"city": "Paris"}, {"degrees": 21}, TEXT))
+    saying(
+        server, monkeypatch, agent(HERMES, {"city": "Paris", "degrees": 21}, {"degrees": 21}, TEXT)
+    )
     command = [sys.executable, "-m", "tests.clients.scripts", name, f"{server.url}/v1", MODEL]
     quiet = {"PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "-", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
     done = subprocess.run(

@@ -36,9 +36,9 @@ def saying(server, monkeypatch, text):
     return server.client()
 
 
-def agent(form, arguments, answer, text):
-    """What an agent's model says: a call of the first tool, ``text`` once that has a result, and
-    ``answer`` where a form is asked for."""
+def agent(form, values, answer, text):
+    """What an agent's model says: a call of the first tool, with those of ``values`` that it takes,
+    ``text`` once that has a result, and ``answer`` where a form is asked for."""
 
     def said(body):
         dumped = body.model_dump(mode="json")
@@ -47,9 +47,11 @@ def agent(form, arguments, answer, text):
         result |= isinstance(last, dict) and last.get("type") == "function_call_output"
         schema = dumped["json_schema"]
         if dumped.get("tools") and not result:
-            tool = dumped["tools"][0]
-            name = json.dumps(tool.get("function", tool)["name"])
-            inner = f'{{"name": {name}, "{form.arguments}": {json.dumps(arguments)}}}'
+            function = dumped["tools"][0].get("function", dumped["tools"][0])
+            taken = function["parameters"]["properties"]
+            given = {name: value for name, value in values.items() if name in taken}
+            name = json.dumps(function["name"])
+            inner = f'{{"name": {name}, "{form.arguments}": {json.dumps(given)}}}'
             return f"{form.before}{inner}{form.behind}"
         formed = schema and schema.get("format", {}).get("type", "json") != "text"
         return json.dumps(answer) if formed else text
