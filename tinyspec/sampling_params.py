@@ -126,7 +126,8 @@ class SamplingParams(Settings):
     json_schema: the text must be JSON of this schema. A dict, or its JSON; one of json_schema,
         regex and grammar at most: only tokens that lead to such a text are left; the end tokens
         once it is complete. Whole texts match, from their first character. Needs a tokenizer and
-        the extra "structured"; drafts are made under the same rule.
+        the extra "structured"; drafts are made under the same rule. Laid out as {"a": [1, 2]},
+        unless the schema has an ``x-guidance`` of llguidance's.
     regex: the whole text must match it.
     grammar: the text must be one of this Lark grammar. As llguidance reads it.
     seed: makes a sampled request repeatable. None draws one, which the output records.

@@ -107,7 +107,7 @@ def test_what_the_digests_see(tmp_path):
     assert digests(copy)["passes"] != own["passes"]
 
 
-@pytest.mark.parametrize("file, owner, names", fingerprint.NAMES)
+@pytest.mark.parametrize("file, owner, names", fingerprint.NAMES + fingerprint.OF_TEXT)
 def test_what_is_named_is_there(file, owner, names):
     """To be imported, too: no name is one of a time before."""
     module = import_module(f"tinyspec.{file.removesuffix('.py').replace('/', '.')}")
@@ -121,15 +121,15 @@ MOVES_BITS = {
     "the noise": ("scheduler/request.py", "x ^= x >> 31", "x ^= x >> 30"),
     "a filter": ("scheduler/request.py", "params.min_p) or 0.0", "params.min_p) or 0.5"),
     "tokens of a state": ("config.py", "STATE_TILE = 8", "STATE_TILE = 16"),
-    "how far a stop string reaches": (
-        "text/stop_strings.py",
-        "for stop in stops) + 1",
-        "for stop in stops)",
-    ),
     "the end": (
         "engine/commit.py",
         'sequence.finish_reason = "stop"',
         'sequence.finish_reason = "end"',
+    ),
+    "the layout of JSON": (
+        "structured/schemas.py",
+        '"item_separator": ", "',
+        '"item_separator": ","',
     ),
     "a property": ("sampling_params.py", "if self.ignore_eos else", "if not self.ignore_eos else"),
 }
@@ -144,6 +144,11 @@ MOVES_NONE = {
         "SHARE, TRIAL, REMEMBERS = 0.02",
         "SHARE, TRIAL, REMEMBERS = 0.03",
     ),
+    "how far a stop string reaches": (
+        "text/stop_strings.py",
+        "for stop in stops) + 1",
+        "for stop in stops)",
+    ),
     "the order of pages": ("scheduler/prefix_cache.py", "digest_size=16", "digest_size=20"),
 }
 
@@ -154,9 +159,12 @@ def test_code_by_name(tmp_path, what):
     file, before, after = {**MOVES_BITS, **MOVES_NONE}[what]
     root = shutil.copytree(PACKAGE, tmp_path / "copy", ignore=lambda *_: {"tools", "__pycache__"})
     own, text = fingerprint.code.__wrapped__(root), (root / file).read_text()
+    of_text = fingerprint.text_code.__wrapped__(root)
     assert own == fingerprint.code() and text.count(before) == 1
     (root / file).write_text(text.replace(before, after))
     assert (fingerprint.code.__wrapped__(root) != own) == (what in MOVES_BITS)
+    moved = fingerprint.text_code.__wrapped__(root) != of_text
+    assert moved == (what == "how far a stop string reaches")
 
 
 def test_a_name_that_is_gone_is_an_error(tmp_path):

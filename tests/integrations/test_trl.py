@@ -20,6 +20,7 @@ from tinyspec.tools.demo import BUNDLED
 pytest.importorskip("trl")
 
 import datasets
+import peft
 import trl
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import add_fused_lm_head
@@ -118,6 +119,51 @@ def test_the_record_has_the_bits_of_generation(family, dtype, reached):
             assert found[name].requires_grad == plain[name].requires_grad, name
 
 
+ORDERS = {
+    "patch build trainer": "",
+    "build patch trainer": "",
+    "build trainer": "",
+    "build patch": "fused_lm_head='True' is not allowed: TRL's: .*patch_trainer",
+    "build trainer patch": "it is patched, by tinyspec.patch or by patch_trainer",
+    "build patch trainer trainer": r"trainer\.model\.forward=.*FusedForward",
+    "patch build": "other bits",
+    "build patch trainer unpatch": "other bits",
+}
+
+
+@pytest.mark.parametrize("order, said", ORDERS.items(), ids=ORDERS)
+def test_patched_forwards_and_trainers_in_any_order(order, said, reached):
+    """``patch(model, forward=True)`` and ``patch_trainer``: both work, or the message names the
+    other. A head that TRL puts over a patched forward does not reach it, which nobody can tell."""
+    with Engine(tiny(), config=SMALL) as engine:
+        answers, expected = drawn(engine)
+    model, trainer = tiny(), None
+    steps = {
+        "patch": lambda: tinyspec.patch(model, SMALL, deterministic=True, forward=True),
+        "trainer": lambda: patch_trainer(trainer, SMALL),
+        "unpatch": lambda: tinyspec.unpatch(model),
+    }
+
+    def found():
+        nonlocal trainer
+        for step in order.split():
+            if step == "build":
+                trainer = trainer_of(model)
+            else:
+                steps[step]()
+        return trainer.model(**batch_of(PROMPTS, answers), fused_lm_head=True).log_probs
+
+    if said not in ("", "other bits"):
+        with pytest.raises(ValueError, match=said):
+            found()
+        return
+    logprobs, width = found(), max(map(len, PROMPTS)) - 1
+    assert len(reached) == (said == "")
+    rows = enumerate(expected)
+    alike = [logprobs[n, width : width + len(row)].tolist() == row for n, row in rows]
+    assert all(alike) == (said == "")
+
+
 def test_gradients_are_those_of_trl():
     """Of the loss, and of an entropy bonus; a row without labels gives none."""
     grads = []
@@ -210,9 +256,11 @@ GROUP, STEPS = 4, 2
 WAYS = [(4, None, 1), (1, None, 1), (2, None, 1), (4, 1, 1), (1, None, 2), (2, 1, 2)]
 
 
-def trained(kind, way, folder, exact=True):
+def trained(kind, way, folder, exact=True, dtype=torch.float32, lora=False, **given):
     """Prompt and tokens of all completions, and how far the log-probabilities of training were
-    from those of ``rollout``. Weights stay: gradients would be added up in other orders."""
+    from those of ``rollout``. Weights stay: gradients would be added up in other orders. exact:
+    "rollout": ``generate`` alone is patched; "before": the model is, and its forward, before the
+    trainer is built."""
     batch, at_once, processes = way
     seen, differences = [], []
 
@@ -245,16 +293,24 @@ def trained(kind, way, folder, exact=True):
         "seed": 3,
         **{"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"},
         **{"save_strategy": "no", "disable_tqdm": True},
+        **given,
     }
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=dtype)
+    if exact == "before":
+        tinyspec.patch(model, deterministic=True, seed=3, forward=True)
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32),
+        model=model,
         reward_funcs=reward,
         args=getattr(trl, f"{kind}Config")(**arguments),
         train_dataset=datasets.Dataset.from_dict({"prompt": STORIES}),
         processing_class=AutoTokenizer.from_pretrained(BUNDLED),
         **({"rollout_func": rollout} if kind == "GRPO" and exact else {}),
+        peft_config=adapters if lora else None,
     )
-    if exact:
+    if exact == "rollout":
+        tinyspec.patch(trainer.model, deterministic=True, seed=3)
+    elif exact:
         patch_trainer(trainer)
     trainer.train()
     return seen, differences
@@ -275,6 +331,23 @@ def spread(kind, way, folder, exact=True):
     torch.multiprocessing.spawn(on_a_rank, (kind, way, str(folder), exact), 2)
     one, other = (torch.load(folder / f"{rank}.pt") for rank in range(2))
     return one[0] + other[0], one[1] + other[1]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "LoRA"])
+@pytest.mark.parametrize("bf16", ["fp32", "bf16", "bf16 autocast"])
+def test_training_has_the_log_probabilities_of_the_rollouts(bf16, lora, tmp_path):
+    """While weights move, with gradients that are added up over four batches of an optimizer step;
+    TRL's own head over the same rollouts has others."""
+    moving = {"learning_rate": 1e-2, "bf16": bf16 == "bf16 autocast", "lora": lora, "max_steps": 3}
+    moving["dtype"] = torch.bfloat16 if bf16 == "bf16" else torch.float32
+    found = {
+        exact: trained("GRPO", (2, None, 1), tmp_path, exact=exact, **moving)
+        for exact in (True, "before", "rollout")
+    }
+    for completions, differences in (found[True], found["before"]):
+        assert set(differences) == {0.0} and len(differences) == 3 * 4
+        assert len(set(completions)) > 8
+    assert max(found["rollout"][1]) > 0, "control"
 
 
 @SPREAD

@@ -55,7 +55,7 @@ def test_refused(served, pattern):
     served.settled()
     tool = {"name": "f", "parameters": {"type": "object", "patternProperties": {pattern: {}}}}
     with pytest.raises(ValueError, match=r"pattern.*at most"):
-        HERMES.constraint([tool])
+        HERMES.rules([tool], None, None)
 
 
 @pytest.mark.slow("random use", 40.0, cases=4)

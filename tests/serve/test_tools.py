@@ -15,7 +15,8 @@ from tests.support.budget import first
 from tests.support.serving import MESSAGES, MODEL, running
 from tests.support.tokenizers import tokenizer_of
 from tinyspec import Engine, EngineConfig, SamplingParams, StreamEvent
-from tinyspec.serve.tools import HERMES, LLAMA, ToolText
+from tinyspec.serve.reading import Reading
+from tinyspec.serve.tools import HERMES, LLAMA
 from tinyspec.tools.demo import BUNDLED
 
 START = "{% for message in messages %}{{ message['role'] }}: "
@@ -109,8 +110,15 @@ def test_the_client_parses_them(client):
     [
         {"tool_choice": {"type": "function", "function": {"name": "other"}}},
         {"tool_choice": "required", "response_format": {"type": "json_object"}},
-        {"parallel_tool_calls": False},
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "other"}}],
+                },
+            }
+        },
         {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
         {"tools": [], "tool_choice": "required"},
     ],
@@ -127,7 +135,7 @@ NO_CALLS = ['{"name": "h", "%s": {}}', '{"name": "f", "%s": 3}', '{"name": "f"}'
 
 
 def split(form, pieces):
-    text, found, calls = ToolText(form, NAMES), "", []
+    text, found, calls = Reading(form, NAMES), "", []
     for number, piece in enumerate(pieces, start=1):
         content, more = text.push(piece, last=number == len(pieces))
         found, calls = found + content, calls + more
@@ -164,13 +172,13 @@ def test_pieces(data):
 def told(tokenizer, form, tokens, cuts):
     """What is told of ``tokens`` that come in the pieces between ``cuts``."""
     params = SamplingParams(stop_strings=["STOP", "e></t"], include_stop_str=False)
-    text, content, calls = ToolText(form.of(tokenizer), NAMES, tokenizer, params), "", []
+    text, content, calls = Reading(form.of(tokenizer), NAMES, tokenizer, params), "", []
     for a, b in pairwise([0, *cuts, len(tokens)]):
         last = b == len(tokens)
         piece = tokenizer.decode(tokens[a:b], skip_special_tokens=True)
         event = StreamEvent("r", 0, token_ids=tokens[a:b], text=piece)
         event.finish_reason = "stop" if last else None
-        more, found = text.told(event)
+        _, more, found = text.told(event)
         content, calls = content + more, calls + found
     return content, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 

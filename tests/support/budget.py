@@ -24,6 +24,7 @@ import pytest
 
 # Families of lasting tests: parts of the minutes that each has.
 SHARES = {
+    "clients": 1,  # libraries of others against a server, where they are installed
     "compile grid": 3,  # kernels for GPUs that are not here
     "crosses": 3,  # combinations of parameters
     "fuzz": 3,  # everything at random, with influences from outside

@@ -52,13 +52,19 @@ NAMES = (
     ("engine/core.py", "EngineCore", "_samples"),
     ("engine/in_flight.py", "", "special_row"),
     ("engine/commit.py", "Committer", "_commit_newest _append_one_by_one _finish stops"),
-    ("text/stop_strings.py", "", "reach decoded first_stop"),
     ("structured/grammars.py", "", "MOST_STATES"),
     ("structured/grammars.py", "Reader", "__init__ read next _sound"),
     ("structured/grammars.py", "Grammar", "allowed _read _reader"),
     ("structured/grammars.py", "Grammars", "of _compile"),
+    ("structured/schemas.py", "", "LAYOUT FORMATS EMPTY ANY STRINGS DATA NAMED IN_PLACE ABOUT"),
+    ("structured/schemas.py", "", "LARK readable readable_grammar _readable _simplify _names"),
     ("structured/spelling.py", "", "IN_FRONT vocabulary Spelling"),
     ("drop_in/run.py", "WideRows", "_sample _note_ends"),
+)
+# And, for requests whose tokens depend on text:
+OF_TEXT = (
+    ("text/decoding.py", "", "INCOMPLETE MOST_BEFORE decode decode_behind added"),
+    ("text/stop_strings.py", "", "FEW reach decoded first_stop"),
 )
 
 
@@ -128,10 +134,21 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
 @cache
 def code(root: Path = PACKAGE) -> str:
     """Digest of the package's code at ``root`` that bits depend on: files of the ``WINGS``, and
-    ``NAMES`` without comments, docstrings, types and places. Raises KeyError for a name that is
-    not there."""
-    found: list[Any] = [code_digest(*WINGS, root=root)]
-    for file, owner, names in NAMES:
+    ``NAMES``. Raises KeyError for a name that is not there."""
+    return _named(NAMES, root, code_digest(*WINGS, root=root))
+
+
+@cache
+def text_code(root: Path = PACKAGE) -> str:
+    """Digest of the code that says where a text ends."""
+    return _named(OF_TEXT, root)
+
+
+def _named(listed: tuple[tuple[str, str, str], ...], root: Path, *others: str) -> str:
+    """Digest of ``others`` and of statements by name, without comments, docstrings, types and
+    places."""
+    found: list[Any] = [*others]
+    for file, owner, names in listed:
         known = _defined(ast.parse((root / file).read_bytes()))
         known = _defined(known[owner]) if owner else known
         found += [(file, owner, name, _plain(known[name])) for name in names.split()]

@@ -34,6 +34,8 @@ EngineOf = Callable[[Any], AbstractContextManager[Engine]]
 OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 SERVED = {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "return_dict"}
 SERVED |= set(OF_LOSS)
+# What is served of calls that are no model's own.
+ELSEWHERE = {"fused_lm_head": "TRL's: call tinyspec.integrations.trl.patch_trainer(trainer)"}
 # Of a forward during which others move torch's settings.
 TRIES = 10
 # Settings of a config that ask for what no canonical pass gives.
@@ -155,7 +157,8 @@ class PatchedForward(Method):
         for name, value in given.items():
             silent = name in SERVED or value is None or value is False
             if not (silent or says_nothing(model, name, value)):
-                raise refuse(name, _described(value), "None in a canonical forward")
+                allowed = ELSEWHERE.get(name, "None in a canonical forward")
+                raise refuse(name, _described(value), allowed)
         labels, own = given.get("labels"), inspect.unwrap(type(model).forward)
         if labels is not None and "loss_function" not in own.__code__.co_names:
             allowed = f"None: {type(model).__name__} has a loss of its own"

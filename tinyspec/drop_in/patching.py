@@ -88,7 +88,8 @@ def patch(
     the model is patched already.
     """
     if isinstance(vars(unwrap(model)).get("generate"), PatchedGenerate):
-        raise ValueError("model is not allowed: it is patched; call tinyspec.unpatch(model) first")
+        by = "it is patched, by tinyspec.patch or by patch_trainer (TRL's)"
+        raise ValueError(f"model is not allowed: {by}; call tinyspec.unpatch(model) first")
     defaults = SamplingParams(deterministic=deterministic, seed=seed)
     for method in PatchedGenerate(model, config, defaults, release, forward).methods:
         method.put_in()
@@ -106,8 +107,8 @@ class PatchedGenerate(Method):
     """``model.generate`` of a patched model, and its engines: one by the dtype of autocast.
 
     defaults: of calls that do not say otherwise. releases: whether to free pages after each.
-    model: in wrappers or itself. ``seeds``: of the rows of the latest call. methods: all that it
-    serves of the model, itself among them.
+    model, wrapper: in wrappers or itself. ``seeds``: of the rows of the latest call. methods: all
+    that it serves of the model, itself among them.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class PatchedGenerate(Method):
         releases: bool = False,
         forward: bool = False,
     ):
-        self._wrapper, model = model, unwrap(model)
+        self.wrapper, model = model, unwrap(model)
         super().__init__(model, "generate", self.serve)
         self._config = config or EngineConfig()
         self._defaults, self._row_seeds = defaults or SamplingParams(), RowSeeds()
@@ -137,7 +138,7 @@ class PatchedGenerate(Method):
 
     def _made(self) -> Engine:
         """An engine for calls as they are made now."""
-        engine = Engine(self._wrapper, config=self._config, grows=True)
+        engine = Engine(self.wrapper, config=self._config, grows=True)
         return self._engines.setdefault(engine.autocast, engine)
 
     def _close(self) -> None:
@@ -200,7 +201,7 @@ class PatchedGenerate(Method):
             moved = any(e.runner.device != device or e.closed is not None for e in engines)
             if moved and not self._calls:
                 self._close()
-            autocast = autocast_of(self._wrapper if called is None else called, device.type)
+            autocast = autocast_of(self.wrapper if called is None else called, device.type)
             engine = self._engine = self._engines.get(autocast) or self._made()
             self._calls += 1
         try:

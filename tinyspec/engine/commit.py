@@ -23,7 +23,7 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, DRAFTING, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
-from tinyspec.text.stop_strings import decoded, first_stop, reach
+from tinyspec.text.stop_strings import FEW, decoded, first_stop, reach
 from tinyspec.thinking.thinker import Thinker
 
 
@@ -326,9 +326,10 @@ class Committer:
         if params.stop_strings:
             begin, stops = sequence.request.num_prompt, params.stop_strings
             first = max(begin, sequence.length - reach(stops))
-            newest = sequence.ids(first, sequence.length)
+            before = sequence.ids(max(sequence.request.num_hidden, first - FEW), first)
+            newest, exempt = sequence.ids(first, sequence.length), begin + params.min_new_tokens
             with callers_modes():
-                text, early = decoded(self.tokenizer, newest, begin + params.min_new_tokens - first)
+                text, early = decoded(self.tokenizer, before, newest, exempt - first)
             if (found := first_stop(text, stops, early)) is not None:
                 sequence.stop_string = found[0]
                 return True

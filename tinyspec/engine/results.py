@@ -12,7 +12,8 @@ from typing import Any
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent, Thought
 from tinyspec.scheduler.request import Request, Sequence
-from tinyspec.text.stream import TextStream, decode, text_of
+from tinyspec.text.decoding import decode
+from tinyspec.text.stream import TextStream, text_of
 
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
@@ -44,14 +45,14 @@ def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Though
     if request.thoughts is None:
         return None
     found = [made.thought for made in request.thoughts.found[first:]]
-    return [replace(thought, text=decode(tokenizer, thought.token_ids)) for thought in found]
+    return [replace(made, text=tokenizer and decode(tokenizer, made.token_ids)) for made in found]
 
 
 def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
-    token_ids = sequence.generated
+    token_ids, request = sequence.generated, sequence.request
     return Completion(
         token_ids=token_ids,
-        text=text_of(tokenizer, token_ids, sequence.params),
+        text=text_of(tokenizer, request.prompt_ids, token_ids, sequence.params),
         logprobs=sequence.logprobs if sequence.params.logprobs else None,
         top_logprobs=[*sequence.top_logprobs] if sequence.params.top_logprobs else None,
         finish_reason=sequence.finish_reason,
@@ -92,7 +93,7 @@ class EventStream(Iterator[StreamEvent]):
         self._open: dict[Sequence, _Told] = {}
         for prompt, request in enumerate(requests):
             for sequence in request.sequences:
-                text = TextStream(tokenizer, sequence.params)
+                text = TextStream(tokenizer, sequence.params, request.prompt_ids)
                 self._open[sequence] = _Told(text, request.num_prompt, prompt)
 
     def __next__(self) -> StreamEvent:

@@ -35,7 +35,8 @@ def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
 
     trainer: one of TRL's, built and not yet run. A model that is not patched is patched, as by
     ``tinyspec.patch(model, config, deterministic=True, seed=trainer.args.seed)``, and once it is
-    resumed from a checkpoint seeds go on from seed and step; one that is keeps its settings.
+    resumed from a checkpoint seeds go on from seed and step; one that is, with ``forward=True`` or
+    without, before or after the trainer was built, keeps its settings.
     ``tinyspec.unpatch(model)`` ends it.
 
     TRL's log-probabilities are those of all tokens at its temperature, whatever top-k, top-p and
@@ -43,16 +44,18 @@ def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
     ``cast_lm_head_to_fp32``, and what ``patch`` raises. The trainer raises what
     ``tinyspec.canonical`` raises; ``output_router_logits`` is refused so.
     """
-    models = [unwrap(trainer.model)]
+    models = [trainer.model]
     if getattr(trainer, "ref_model", None) is not None:
-        models.append(unwrap(trainer.ref_model))
-    heads = [_fused_head(model) for model in models]
+        models.append(trainer.ref_model)
+    heads = [_fused_head(unwrap(model)) for model in models]
     for model, head in zip(models, heads, strict=True):
-        if not hasattr(model.generate, "serving"):
+        inside: Any = unwrap(model)
+        if not hasattr(inside.generate, "serving"):
             patch(model, config, deterministic=True, seed=trainer.args.seed)
             trainer.add_callback(Resumed())
-        patched: Any = model.generate
-        patched.add(FusedForward(model, patched.serving, head))
+        patched = inside.generate
+        patched.wrapper = model  # one put around it since, whose forward may turn autocast on
+        patched.add(FusedForward(inside, patched.serving, head))
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -86,6 +89,8 @@ class Resumed(TrainerCallback):
 def _fused_head(model: PreTrainedModel) -> dict[str, Any]:
     """What the fused head of a model was made with."""
     forward: Any = vars(model).get("forward")
+    while type(forward) is PatchedForward:  # of patch(model, forward=True)
+        forward = forward.before
     made_with = getclosurevars(forward).nonlocals if hasattr(forward, "__code__") else {}
     if not made_with.keys() >= {"outputs", "temperature", "cast_lm_head_to_fp32"}:
         raise refuse("trainer.model.forward", forward, "the fused head of a trainer of trl>=1.16")

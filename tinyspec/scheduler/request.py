@@ -361,5 +361,10 @@ class Request:
         return len(self.prompt)
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens of the prompt that are no placeholders."""
+        return self.prompt[self.num_hidden :]
+
+    @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)

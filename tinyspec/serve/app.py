@@ -189,7 +189,8 @@ class Server:
         Raises ValueError."""
         began = time.monotonic()
         self.check_model(body.model)
-        split, given = wanted_calls(body, self.tokenizer)
+        prompts = await self.token_ids(body)
+        read, given = wanted_calls(body, self.tokenizer, prompts)
         wanted = body.deterministic
         given["deterministic"] = self.deterministic if wanted is None else wanted
         if not body.temperature or body.seed is not None:
@@ -197,9 +198,8 @@ class Server:
         else:  # as large as any client can read
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
         params = body.params(**given)
-        prompts = await self.token_ids(body)
         about = (body, prompts, self.tokenizer, self.fingerprint)
-        reply = REPLIES[type(body)](*about, partial(split, params=params), seed, began)
+        reply = REPLIES[type(body)](*about, partial(read, params=params), seed, began)
         if params.prompt_logprobs and params.top_logprobs:
             # The likeliest tokens in place of each but the first, which the others continue.
             long = [p for p in prompts if p[1:]]

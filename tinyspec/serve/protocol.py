@@ -59,6 +59,7 @@ def known(data: Any, inner: tuple[str, ...] = ("function", "json_schema")) -> An
 KNOWN = BeforeValidator(known)
 Tool = Annotated[chat.ChatCompletionFunctionToolParam, KNOWN]
 NamedTool = Annotated[chat.ChatCompletionNamedToolChoiceParam, KNOWN]
+AllowedTools = Annotated[chat.ChatCompletionAllowedToolChoiceParam, KNOWN]
 PlainFormat = shared_params.ResponseFormatText | shared_params.ResponseFormatJSONObject
 
 
@@ -220,6 +221,7 @@ class Message(TextMessage):
     role: Literal["developer", "system", "user", "assistant", "tool"]  # type: ignore[assignment]
     name: str | None = None
     tool_calls: Objects[ToolCall] | None = None
+    reasoning_content: str | None = None
     tool_call_id: str | None = None
 
 
@@ -227,7 +229,7 @@ class ToolRequest(Strict):
     """What a prompt is made of that has messages and may have tools."""
 
     tools: Objects[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
-from tinyspec.serve.tools import ToolText
+from tinyspec.serve.reading import Reading
+from tinyspec.text.decoding import INCOMPLETE, bytes_of
 from tinyspec.text.stream import TextStream
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
@@ -56,7 +57,7 @@ class Choice:
     """What was said of one completion: its text as far as it may be a call, its tokens', and where
     the next of these begins."""
 
-    text: ToolText
+    text: Reading
     texts: TextStream
     begun: bool = False
     place: int = 0
@@ -67,7 +68,7 @@ class Reply:
     """What is said of one request.
 
     prompts: token ids. fingerprint: the engine's, until an output has one.
-    seed: as drawn, where the request has none. split: makes what finds calls.
+    seed: as drawn, where the request has none. read: makes what finds thoughts and calls.
     began: when it came. prompt_tops: of each prompt, the likeliest tokens from its second place on.
     """
 
@@ -79,7 +80,7 @@ class Reply:
     prompts: list[list[int]]
     tokenizer: Any
     fingerprint: str
-    split: Callable[[], ToolText]
+    read: Callable[..., Reading]
     seed: int | None
     began: float
     generated: int = 0
@@ -97,7 +98,9 @@ class Reply:
         self._cached.setdefault(event.prompt, event.cached_prompt_tokens or 0)
         key = event.prompt, event.index
         if key not in self._choices:
-            self._choices[key] = Choice(self.split(), TextStream(self.tokenizer))
+            prompt = self.prompts[event.prompt]
+            texts = TextStream(self.tokenizer, prompt=prompt)
+            self._choices[key] = Choice(self.read(prompt=prompt), texts)
         own: dict[str, Any] = {"token_ids": event.token_ids} if self.body.return_token_ids else {}
         own |= {"index": event.prompt * self.body.completions + event.index}
         own |= {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
@@ -204,8 +207,9 @@ class ChatReply(Reply):
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         choice, own = self.note(event)
-        content, calls = choice.text.told(event)
+        thought, content, calls = choice.text.told(event)
         message: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
+        message |= {"reasoning_content": thought} if thought else {}
         if content or not choice.begun:
             message["content"] = content or (None if calls else "")
         if calls:
@@ -230,8 +234,9 @@ class ChatReply(Reply):
         def named(token: int, logprob: float) -> dict[str, Any]:
             text = texts.peek(token) or self.tokenizer.decode([token])
             # Part of a character has bytes that the text does not tell.
-            known = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": share(logprob), "bytes": known}
+            raw = bytes_of(self.tokenizer, token) if INCOMPLETE in text else text.encode()
+            told = raw if raw is None else [*raw]
+            return {"token": text, "logprob": share(logprob), "bytes": told}
 
         tops, found = event.top_logprobs or [[]] * len(event.token_ids), []
         for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True):

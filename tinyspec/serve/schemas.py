@@ -1,4 +1,4 @@
-"""JSON schemas of requests: how the text is laid out, and which patterns one may have.
+"""JSON schemas of requests: which patterns one may have.
 
 A pattern is read by automata that grow with what is repeated within repetitions, for minutes and
 gigabytes; everybody's passes wait for them.
@@ -11,8 +11,6 @@ from typing import Any
 
 from tinyspec.errors import refuse
 
-# JSON as models learn it. A model that may write any white space may write no end of it.
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Characters of a pattern, and the product of counts that stand within each other.
 LONGEST_PATTERN, MOST_REPEATED = 1000, 5000
 # An escape, a class, a count, or one character.
@@ -20,7 +18,7 @@ PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\s*\d[\d,\s]*\}|.", re.DO
 
 
 def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of a request as the engine takes it. Raises ValueError."""
+    """A schema of a request, which the engine lays out. Raises ValueError."""
     left: list[Any] = [schema]
     for found in left:  # it grows
         if isinstance(found, list):
@@ -33,7 +31,19 @@ def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
                 if len(pattern) > LONGEST_PATTERN or repeated(pattern) > MOST_REPEATED:
                     allowed = f"at most {LONGEST_PATTERN} characters, and counts within counts of "
                     raise refuse("pattern", pattern, f"{allowed}at most {MOST_REPEATED} together")
-    return {"x-guidance": LAYOUT, **schema}
+    return schema
+
+
+def moved(schema: Any, place: str) -> Any:
+    """With references that hold where it stands at ``place``, "#/.../", of another."""
+    if isinstance(schema, list):
+        return [moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: moved(each, place) for name, each in schema.items()}
+    if isinstance(reference := found.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = place.rstrip("/") + reference[1:]
+    return found
 
 
 def repeated(pattern: str) -> int:

@@ -1,8 +1,11 @@
-"""Calls of functions in generated text, in the format of the model's own chat template.
+"""Calls of functions: what a request's tools ask of the text, in the format of the model's own chat
+template.
 
 Hermes and Qwen write ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, Llama an object
-with name and parameters behind its text. What is no call of a given function stays text. Markup
-that is a token of its own is told by that token: spelled out it is text, and text may not show it.
+with name and parameters. Where a call must be right (it is forced, ``strict``, the only one, or
+stands beside a response format) a grammar says so: free text is tokens, so that whatever a template
+has tokens for can stand in it, and a call begins with the token of its markup; without one, at the
+first token.
 """
 
 from __future__ import annotations
@@ -10,31 +13,33 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from tinyspec.errors import refuse
-from tinyspec.outputs import StreamEvent
-from tinyspec.sampling_params import SamplingParams
-from tinyspec.serve.schemas import laid_out
-from tinyspec.text.stream import TextStream
+from tinyspec.serve.reading import BEGIN, END, Call, Reading, Thought
+from tinyspec.serve.schemas import laid_out, moved
 
 DECODER = json.JSONDecoder()
-# Stand in a text for tokens that begin and end a call: no text has these, and no JSON.
-BEGIN, END = "\x02\ud800", "\x03\ud800"
+# One byte, as a token of its own.
+BYTE = "<0x{:02X}>"
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """before, behind: what a call's object stands between, but for white space. arguments: what
-    they are called. tokens: those of the markup, with what stands in a text for them."""
+    they are called. tokens: those of the markup, with what stands in a text for them. first:
+    whether a text is a call from its first letter on, or none; known: and follows a grammar, so
+    that what is cut is a call as well."""
 
     before: str
     behind: str
     arguments: str
     tokens: dict[int, str] = field(default_factory=dict)
+    first: bool = False
+    known: bool = False
 
     def of(self, tokenizer: Any) -> ToolFormat:
         """With marks for the tokens of a tokenizer."""
@@ -50,119 +55,143 @@ class ToolFormat:
         """Of a call."""
         return self.before.strip() or "{"
 
-    def constraint(self, functions: list[Any]) -> dict[str, Any]:
-        """The SamplingParams that force a call of one of ``functions``."""
+    def rules(self, functions: list[Any], tokenizer: Any, thought: Thought | None) -> str:
+        """Of a grammar: a ``call`` is one of ``functions``, ``free`` what stands beside."""
         calls = []
         for function in functions:
             schema = laid_out(function.get("parameters") or {"type": "object"})
             begin = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
             calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
-        call = f"{json.dumps(self.before)} call {json.dumps(self.behind)}"
+        call = f"{json.dumps(self.before)} body {json.dumps(self.behind)}"
         for token, mark in self.tokens.items():
             call = call.replace(json.dumps(mark).strip('"'), f'" <[{token}]> "')
-        return {"grammar": f"start: {call}\ncall: {' | '.join(calls)}"}
+        never = {*self.tokens, *((thought.begin,) if thought else ())}
+        free = f"free: {_none_of(never)}\n"
+        if self.first:
+            added, begin = {*tokenizer.added_tokens_encoder.values()}, self.begin[0]
+            spelled = begin, BYTE.format(ord(begin))
+            begins = {n for name, n in tokenizer.get_vocab().items() if name.startswith(spelled)}
+            free += f"first: {_none_of(never | begins - added)}\n"
+        return f"call: {call}\nbody: {' | '.join(calls)}\n{free}"
 
-    def call(self, text: str, names: set[str]) -> tuple[dict[str, Any] | None, str]:
-        """The call that ``text`` begins with, as OpenAI has it, and what is behind it; None if it
-        is none, and where one may follow."""
+    def or_call(self, schema: dict[str, Any], functions: list[Any]) -> dict[str, Any]:
+        """A schema of what fits ``schema``, or is a call."""
+        parts = [moved(schema, "#/anyOf/0/")]
+        for place, function in enumerate(functions, start=1):
+            within = f"#/anyOf/{place}/properties/{self.arguments}/"
+            given = laid_out(function.get("parameters") or {"type": "object"})
+            about = {"name": {"const": function["name"]}, self.arguments: moved(given, within)}
+            parts.append({"type": "object", "properties": about, "required": [*about]})
+            parts[-1]["additionalProperties"] = False
+        return laid_out({"anyOf": parts})
+
+    def text(self, several: bool) -> str:
+        """Of a grammar: how free text and calls, or at most one, follow each other."""
+        if self.first:
+            return "(call | first free*)?"
+        return "(free | call)*" if several else "free* call?"
+
+    def call(self, text: str, names: set[str]) -> tuple[list[Call], str, str]:
+        """The call that ``text`` begins with, as OpenAI has it, or none; what in front of where
+        another may follow is content then; and what is behind."""
         inner = text.removeprefix(self.before.strip()).lstrip()
         try:
             found, end = DECODER.raw_decode(inner)
         except (ValueError, RecursionError):
-            return None, text[len(self.begin) :]
+            if self.known:
+                return self._cut(inner), "", ""
+            return [], self.begin, text[len(self.begin) :]
         rest, behind = inner[end:], self.behind.strip()
         closed = rest.lstrip() if behind else rest
         match found:
             case {"name": str(name), self.arguments: dict(arguments)} if len(found) == 2:
-                if name in names and closed.startswith(behind):
-                    called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                    about = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                    return {**about, "function": called}, closed.removeprefix(behind)
-        return None, rest
+                if name in names and (self.known or closed.startswith(behind)):
+                    written = json.dumps(arguments, ensure_ascii=False)
+                    return [_call(name, written)], "", closed.removeprefix(behind)
+        return [], text[: len(text) - len(rest)], rest
+
+    def _cut(self, inner: str) -> list[Call]:
+        """The call that ``inner`` is the beginning of, with as much of its arguments as there is;
+        none before its name is known."""
+        between = f', "{self.arguments}": '
+        name, found, arguments = inner.removeprefix('{"name": ').partition(between)
+        if not found:
+            return []
+        with suppress(ValueError, RecursionError):  # nothing but what closes it may be missing
+            arguments = arguments[: DECODER.raw_decode(arguments)[1]]
+        return [_call(json.loads(name), arguments)]
+
+
+def _call(name: str, arguments: str) -> Call:
+    called = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
+
+
+def _none_of(tokens: set[int]) -> str:
+    """Any token but these, in a grammar."""
+    return f"<[^{','.join(map(str, sorted(tokens)))}]>" if tokens else "<[*]>"
 
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
 LLAMA = ToolFormat("", "", "parameters")
 
 
-def wanted_calls(body: Any, tokenizer: Any) -> tuple[Callable[..., ToolText], dict[str, Any]]:
-    """What splits the text of each completion of a request, given its ``params``, and those that
-    force a call. Raises ValueError."""
-    functions = [tool["function"] for tool in getattr(body, "tools", ())]
-    choice: Any = getattr(body, "tool_choice", "none")
-    if choice == "none" or (choice == "auto" and not functions):
-        return ToolText, {}
+def format_of(tokenizer: Any) -> ToolFormat:
+    """That of its chat template. Raises ValueError where it has none that is known."""
     template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
     named = {HERMES.begin: HERMES, '"parameters": ': LLAMA}
     found = next((form for marker, form in named.items() if marker in template), None)
     if found is None or "tools" not in template:
         raise refuse("tools", "...", "none: the chat template has no calls of Hermes or Llama")
-    found, names = found.of(tokenizer), {function["name"] for function in functions}
-    split = partial(ToolText, found, names, tokenizer)
-    if choice == "auto":
-        if any(function.get("strict") for function in functions) or not body.parallel_tool_calls:
-            allowed = "a tool_choice that forces a call, with strict or parallel_tool_calls=false"
-            raise refuse("tool_choice", choice, allowed)
-        return split, {}
-    if choice != "required":
-        functions = [f for f in functions if f["name"] == choice["function"]["name"]]
-    if not functions:
+    return found.of(tokenizer)
+
+
+def chosen(choice: Any, functions: list[Any]) -> tuple[str, list[Any]]:
+    """How a ``tool_choice`` chooses ("none", "auto", "required"), and among which functions.
+    Raises ValueError."""
+    how, names = choice, None
+    if isinstance(choice, dict):
+        allowed = choice.get("allowed_tools")
+        how = allowed["mode"] if allowed else "required"
+        named = allowed["tools"] if allowed else [choice]
+        names = [each.get("function", each).get("name") for each in named]
+    known = {function["name"] for function in functions}
+    if (names is not None and not {*names} <= known) or (how == "required" and not known):
         raise refuse("tool_choice", choice, "that of a function among the tools")
-    if getattr(body, "json_schema", None) is not None:
-        raise refuse("json_schema", "...", "text where a call is forced")
-    return split, found.constraint(functions)
+    return how, [each for each in functions if names is None or each["name"] in names]
 
 
-@dataclass
-class ToolText:
-    """Splits a growing text into content and calls of the functions ``names``: from where a call
-    may begin it is held back to its end. Without a ``format`` all is content. params: of the
-    request, whose stop strings are no part of it."""
-
-    format: ToolFormat | None = None
-    names: set[str] = field(default_factory=set)
-    tokenizer: Any = None
-    params: SamplingParams | None = None
-    _held: str = ""
-
-    def __post_init__(self) -> None:
-        self._stream = TextStream(self.tokenizer, self.params)
-
-    def told(self, event: StreamEvent) -> tuple[str, list[dict[str, Any]]]:
-        """Content and calls that are known with an event."""
-        last, marks = event.finish_reason is not None, self.format.tokens if self.format else {}
-        if not marks:
-            return self.push(event.text or "", last)
-        text, stream = "", self._stream
-        for mark, tokens in groupby(event.token_ids, marks.get):
-            if mark:
-                text += (stream.push([], last=True) or "") + mark * len(run := [*tokens])
-                stream.push(run, last=True)  # stop strings may reach over them
-            else:
-                text += stream.push([*tokens], last=False) or ""
-        content, calls = self.push(text + (stream.push([], last) or ""), last)
-        for token, mark in marks.items():  # of what is no call
-            content = content.replace(
-                mark, self.tokenizer.decode([token], skip_special_tokens=True)
-            )
-        return content, calls
-
-    def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Content and calls that are known with ``text``."""
-        if self.format is None:
-            return text, []
-        held, begin = self._held + text, self.format.begin
-        if not last:
-            found = (n for n in range(len(held)) if begin.startswith(held[n : n + len(begin)]))
-            # White space in front of a call is left out.
-            place = len(held[: next(found, len(held))].rstrip())
-            self._held = held[place:]
-            return held[:place], []
-        content, calls = "", list[dict[str, Any]]()
-        while (start := held.find(begin)) >= 0:
-            call, rest = self.format.call(held[start:], self.names)
-            calls += [call] if call else []
-            content += held[: start if call else len(held) - len(rest)]
-            held = rest
-        content += held
-        return (content.rstrip() if calls else content), calls
+def wanted_calls(
+    body: Any, tokenizer: Any, prompts: list[list[int]]
+) -> tuple[Callable[..., Reading], dict[str, Any]]:
+    """What reads the text of each completion of a request, given its ``params`` and ``prompt``, and
+    those that make it say what is asked for. Raises ValueError."""
+    every = [tool["function"] for tool in getattr(body, "tools", ())]
+    how, functions = chosen(getattr(body, "tool_choice", "none"), every)
+    schema = getattr(body, "json_schema", None)
+    schema = schema if isinstance(schema, dict) else None
+    thought = Thought.of(tokenizer) if hasattr(body, "messages") else None
+    read, rules = partial(Reading, tokenizer=tokenizer, thought=thought), ""
+    wanted = None if schema is None or thought is None else "answer"
+    if how != "none" and functions:
+        form = format_of(tokenizer)
+        if how == "required" and schema is not None:
+            raise refuse("response_format", "...", "text where a call is forced")
+        several, forced = body.parallel_tool_calls, how == "required"
+        exact = any(function.get("strict") for function in functions) or not several
+        if exact or forced or schema is not None or len(functions) < len(every):
+            form = replace(form, known=True, first=not form.tokens)
+            wanted = "call" if forced else form.text(several)
+            wanted = wanted if schema is None else "(call | answer)"
+            rules = form.rules(functions, tokenizer, thought)
+        names = {function["name"] for function in functions}
+        read = partial(read, form, names)
+    if wanted is None:
+        return read, {}
+    if schema is not None:
+        if rules and form.begin == "{":  # one reader of both: no letter tells which it is
+            schema, wanted = form.or_call(schema, functions), "answer"
+        rules += f"answer: %json {json.dumps(schema)}\n"
+    if thought is not None:
+        wanted, rules = f"thought {wanted}", rules + thought.rule(prompts[0])
+    return read, {"grammar": f"start: {wanted}\n{rules}", "json_schema": None}

@@ -20,10 +20,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from tinyspec.determinism.fingerprint import text_code
 from tinyspec.determinism.fingerprint_parts import DIGEST, Parts, text_digest
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.structured.schemas import readable, readable_grammar
 from tinyspec.structured.spelling import state_of, vocabulary
 
 # Of one lexer, 1 to 2 kB each: the limit that tokens depend on.
@@ -171,6 +173,8 @@ class Grammars:
             return {}
         state = state_of(self._tokenizer)
         found: Parts = {"tokenizer": DIGEST + self._digest(state, vocab_size)[:32]}
+        if params.stop_strings:
+            found["text"] = DIGEST + text_code()[:32]
         if params.structure is not None:
             found["spelling"] = DIGEST + self._vocabulary(state, params.eos_token_id)[1][:32]
             found["llguidance"] = next((d.version for d in distributions(name="llguidance")), None)
@@ -208,6 +212,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
+        text = {"json_schema": readable, "grammar": readable_grammar}.get(field, str)(text)
         # Without limits of one step, for which drafts would have paid; more than these overflow.
         limits = LLParserLimits(
             step_lexer_fuel=2**62, step_max_items=2**62, max_lexer_states=MOST_STATES

@@ -7,9 +7,14 @@ and a tokenizer; commits nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.text.decoding import INCOMPLETE, decode_behind
+
+# Tokens that newest ones are decoded behind: the bytes of a character.
+FEW = 4
 
 
 def reach(stops: Sequence[str]) -> int:
@@ -18,11 +23,14 @@ def reach(stops: Sequence[str]) -> int:
     return max(len(stop.encode()) for stop in stops) + 1
 
 
-def decoded(tokenizer: Any, token_ids: list[int], exempt: int) -> tuple[str, int]:
-    """Their text, and how many of its letters are whole with the first ``exempt`` of them."""
-    text = tokenizer.decode(token_ids, skip_special_tokens=False)
-    early = tokenizer.decode(token_ids[:exempt], skip_special_tokens=False) if exempt > 0 else ""
-    return text, len(early.rstrip("\N{REPLACEMENT CHARACTER}"))
+def decoded(
+    tokenizer: Any, before: list[int], token_ids: list[int], exempt: int
+) -> tuple[str, int]:
+    """Their text behind a few of the tokens ``before`` them, and how many of its letters are whole
+    with the first ``exempt`` of them."""
+    decode = partial(decode_behind, tokenizer, before[-FEW:], special=True)
+    early = decode(token_ids[:exempt]) if exempt > 0 else ""
+    return decode(token_ids), len(early.rstrip(INCOMPLETE))
 
 
 def first_stop(text: str, stops: Sequence[str], early: int) -> tuple[str, int] | None:
@@ -36,12 +44,14 @@ def first_stop(text: str, stops: Sequence[str], early: int) -> tuple[str, int] |
     return stop, place
 
 
-def hidden(tokenizer: Any, token_ids: list[int], params: SamplingParams, last: bool) -> int:
-    """How many letters at the end of the text of ``token_ids`` are not shown: from a stop string
-    on, and if they are not the ``last``, what may be the beginning of one."""
-    newest = token_ids[-reach(stops := params.hidden_stops) :]
-    exempt = params.min_new_tokens - len(token_ids) + len(newest)
-    text, early = decoded(tokenizer, newest, exempt)
+def hidden(
+    tokenizer: Any, token_ids: list[int], begin: int, params: SamplingParams, last: bool
+) -> int:
+    """How many letters at the end of the text of ``token_ids`` from ``begin`` on are not shown:
+    from a stop string on, and if they are not the ``last``, what may be the beginning of one."""
+    first = max(begin, len(token_ids) - reach(stops := params.hidden_stops))
+    exempt = params.min_new_tokens - (first - begin)
+    text, early = decoded(tokenizer, token_ids[:first], token_ids[first:], exempt)
     found, count = first_stop(text, stops, early), 0
     if found is not None:
         count = len(text) - found[1]
@@ -49,17 +59,18 @@ def hidden(tokenizer: Any, token_ids: list[int], params: SamplingParams, last: b
         sizes = range(min(len(text), max(map(len, stops)) - 1), 0, -1)
         begins = (n for n in sizes if any(stop.startswith(text[-n:]) for stop in stops))
         count = next(begins, 0)
-    return _shown(tokenizer, newest, count) if count else 0
+    return _shown(tokenizer, token_ids, first, count) if count else 0
 
 
-def _shown(tokenizer: Any, token_ids: list[int], count: int) -> int:
-    """How many of the last ``count`` letters, special tokens included, are text without them."""
+def _shown(tokenizer: Any, token_ids: list[int], least: int, count: int) -> int:
+    """How many of the last ``count`` letters, special tokens included and none of them of tokens
+    before ``least``, are text without them."""
     first, whole = len(token_ids), ""
-    while first > 0 and len(whole) < count:
+    while first > least and len(whole) < count:
         first -= 1
-        whole = tokenizer.decode(token_ids[first:], skip_special_tokens=False)
+        whole = decode_behind(tokenizer, token_ids[:first][-FEW:], token_ids[first:], special=True)
     before, shown = (
-        len(tokenizer.decode(token_ids[first:end], skip_special_tokens=True))
+        len(decode_behind(tokenizer, token_ids[:first][-FEW:], token_ids[first:end]))
         for end in (first + 1, len(token_ids))
     )
     return shown - min(len(whole) - count, before)

@@ -7,44 +7,47 @@ from __future__ import annotations
 from typing import Any
 
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.text.decoding import INCOMPLETE, MOST_BEFORE, added, decode
 from tinyspec.text.stop_strings import hidden
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# Tokens that a piece of text is decoded behind: more of them, in which only few are shown, do not
-# change it.
-MOST_BEFORE = 64
 # Tokens of a character, and those that are held back for one: more of them are none.
 MOST_BYTES, MOST_HELD = 4, 16
 
 
-def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
-    """Text of generated tokens without special tokens; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def text_of(tokenizer: Any, token_ids: list[int], params: SamplingParams) -> str | None:
-    """As a completion of these ``params`` has it: stop strings may be left out."""
-    text = decode(tokenizer, token_ids)
-    if text and params.hidden_stops:
-        text = text[: len(text) - hidden(tokenizer, token_ids, params, last=True)]
+def text_of(
+    tokenizer: Any, prompt: list[int], token_ids: list[int], params: SamplingParams
+) -> str | None:
+    """Of a completion of ``prompt`` with these ``params``: stop strings may be left out. None
+    without a tokenizer."""
+    text = TextStream(tokenizer, params, prompt).push(token_ids, last=True)
+    if text and INCOMPLETE in text:  # bytes of a character that is none take others with them
+        stream = TextStream(tokenizer, params, prompt)
+        pieces = [stream.push([token], last=False) or "" for token in token_ids]
+        text = "".join(pieces) + (stream.push([], last=True) or "")
     return text
 
 
 class TextStream:
-    """Text of a growing sequence, piece by piece and in whole characters; what is or may be a stop
-    string that ``params`` leave out is held back. special: special tokens have a text, too.
+    """Text of a sequence that grows behind ``prompt``, piece by piece and in whole characters; what
+    is or may be a stop string that ``params`` leave out is held back. special: special tokens have
+    a text, too.
 
     Each piece is decoded together with the last one before it that shows something, because some
     tokenizers decode a token differently at the start of a text.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams | None = None, special: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        params: SamplingParams | None = None,
+        prompt: list[int] | None = None,
+        special: bool = False,
+    ):
         self._tokenizer, self._params, self._special = tokenizer, params, special
-        self._held = self._known = ""
-        self._tokens: list[int] = []
-        self._before: list[int] = []
+        self._before = (prompt or [])[-MOST_BEFORE:]
+        self._known = self._decode(self._before) if tokenizer and self._before else ""
+        self._held, self._tokens = "", [*self._before]
+        self._num_before = len(self._before)
         self._piece: list[int] = []
 
     def push(self, token_ids: list[int], last: bool) -> str | None:
@@ -55,30 +58,30 @@ class TextStream:
         self._piece += token_ids
         piece, known = self._piece, self._known
         text = self._decode(self._before + piece)
-        if text.endswith(_INCOMPLETE) and not last:
+        if text.endswith(INCOMPLETE) and not last:
             if len(piece) < MOST_HELD:
                 return ""
             for end in range(-1, -MOST_BYTES, -1):  # the last whole character
                 piece = self._piece[:end]
                 text = self._decode(self._before + piece)
-                if not text.endswith(_INCOMPLETE):
+                if not text.endswith(INCOMPLETE):
                     break
         rest = self._piece[len(piece) :]
-        shows = len(text) > len(known)
-        self._before = piece if shows else (self._before + piece)[:MOST_BEFORE]
+        new = added(known, text)
+        self._before = piece if new else (self._before + piece)[:MOST_BEFORE]
         self._known = self._decode(self._before)
         self._tokens += piece
-        self._piece, text = rest, self._held + text[len(known) :]
+        self._piece, text = rest, self._held + new
         params, held = self._params, 0
         if params is not None and params.hidden_stops:
-            held = hidden(self._tokenizer, self._tokens, params, last)
+            held = hidden(self._tokenizer, self._tokens, self._num_before, params, last)
         end = max(0, len(text) - held)
         self._held = text[end:]
         return text[:end]
 
     def peek(self, token: int) -> str:
         """What ``token`` would add, whole or not."""
-        return self._decode([*self._before, *self._piece, token])[len(self._known) :]
+        return added(self._known, self._decode([*self._before, *self._piece, token]))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not self._special))
+        return decode(self._tokenizer, token_ids, self._special)

@@ -199,7 +199,7 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
         cut = {name: values and values[:count] for name, values in lists.items()}
         mine = replace(mine, **cut, finish_reason="abort", error=error, stop_reason=None)
     if first_place(theirs.token_ids, mine.token_ids) is None:
-        text = text_of(tokenizer, theirs.token_ids, output.params)
+        text = text_of(tokenizer, output.prompt_token_ids, theirs.token_ids, output.params)
         if (text is None) != (theirs.text is None) and type(theirs.text) in (str, type(None)):
             gaps["text"] = "text is not verified: the engine or the output has none"
             text = theirs.text

@@ -1,0 +1,210 @@
+"""Text is what tokens add to that of those before them: with tokenizers whose decoder strips a
+space at the start of a text (Llama-2, Phi-3, early Mistral), and inside characters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+
+from tests.support.serving import MODEL, running
+from tests.support.tokenizers import KINDS, tokenizer_of
+from tinyspec import Engine, EngineConfig, SamplingParams, audit
+from tinyspec.text.decoding import INCOMPLETE, bytes_of, decode, decode_behind
+from tinyspec.text.stream import TextStream, text_of
+from tinyspec.tools.demo import BUNDLED
+
+SMILE = "\N{GRINNING FACE}"
+STRIPPING = ("pieces", "metaspace")
+PLAIN = SamplingParams()
+
+
+class Says:
+    """A processor that leaves one text to say behind a prompt of ``start`` tokens."""
+
+    stateless = True
+
+    def __init__(self, token_ids, start):
+        self.token_ids, self.start = token_ids, start
+
+    def __call__(self, ids, scores):
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, self.token_ids[(ids.shape[1] - self.start) % len(self.token_ids)]] = 0.0
+        return forced
+
+
+def spelled(tokenizer, text):
+    """Its tokens as they stand within a text: none of them is a space put in front."""
+    whole, mark = tokenizer("a" + text, add_special_tokens=False).input_ids, "a"
+    front = tokenizer(mark, add_special_tokens=False).input_ids
+    assert whole[: len(front)] == front
+    return whole[len(front) :]
+
+
+@pytest.fixture(scope="module", params=STRIPPING)
+def engine(request):
+    tokenizer = tokenizer_of(request.param)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    model = LlamaForCausalLM.from_pretrained(BUNDLED)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with Engine(model, tokenizer, EngineConfig(num_pages=64)) as engine:
+        yield engine
+
+
+def says(engine, prompt, token_ids, **more):
+    """A prompt's token ids, and parameters under which ``token_ids`` follow it."""
+    ids = engine.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+    given = {"deterministic": True, "max_new_tokens": len(token_ids), "ignore_eos": True, **more}
+    return ids, SamplingParams(logits_processors=[Says(token_ids, len(ids))], **given)
+
+
+def streamed(engine, ids, params):
+    return "".join(event.text for event in engine.stream([ids], params))
+
+
+@pytest.mark.parametrize("text", [" the a", "the a", f" {SMILE} a", f"{SMILE}", " "])
+def test_the_space_at_the_border(engine, text):
+    """Alone, streamed, and in an audit; decoded by themselves tokens lose it."""
+    token_ids = spelled(engine.tokenizer, text)
+    ids, params = says(engine, "the a", token_ids)
+    (output,) = engine.generate([ids], params)
+    (completion,) = output.completions
+    assert completion.token_ids == token_ids and completion.text == text
+    assert streamed(engine, ids, params) == text
+    if text.startswith(" "):
+        assert decode(engine.tokenizer, token_ids) == text[1:], "control"
+
+
+@pytest.mark.parametrize("stop", [" the", "a", f"{SMILE} a", "e a"])
+def test_a_stop_string_at_the_border(engine, stop):
+    """It may begin with the space, and is found, and cut, where the text has it."""
+    text = f" the a{SMILE} a the a"
+    token_ids = spelled(engine.tokenizer, text)
+    for shown in (True, False):
+        ids, params = says(
+            engine, "a", token_ids, stop_strings=["never", stop], include_stop_str=shown
+        )
+        (output,) = engine.generate([ids], params)
+        (completion,) = output.completions
+        place = text.index(stop)
+        assert completion.stop_reason == stop
+        assert completion.text == text[: place + len(stop) * shown] == streamed(engine, ids, params)
+        assert {"text", "tokenizer"} <= output.fingerprint_parts.keys()
+    ids, params = says(engine, "a", token_ids)
+    (output,) = engine.generate([ids], params)
+    assert "text" not in output.fingerprint_parts
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_that_the_prompt_begins(engine, cut):
+    """Completed it is text as a whole; where it stays broken it is none."""
+    before, smile = spelled(engine.tokenizer, " a"), spelled(engine.tokenizer, SMILE)
+    prompt, rest = [1, *before, *smile[:cut]], smile[cut:]
+    for token_ids, text in (
+        (rest + before, f"{SMILE} a"),
+        (before, " a"),
+        (before + smile, f" a{SMILE}"),
+    ):
+        ids, params = says(engine, prompt, token_ids)
+        (output,) = engine.generate([ids], params)
+        assert output.completions[0].text == text == streamed(engine, ids, params)
+
+
+def test_an_audit_knows_it(engine):
+    token_ids = spelled(engine.tokenizer, " the a")
+    params = SamplingParams(deterministic=True, max_new_tokens=6, ignore_eos=True, seed=1)
+    outputs = engine.generate([engine.tokenizer("the").input_ids + token_ids], params)
+    assert audit(engine, outputs)
+    outputs[0].completions[0].text = outputs[0].completions[0].text[1:]
+    assert not audit(engine, outputs)
+
+
+def tokens_of(kind):
+    """Ids of a tokenizer without special ones."""
+    tokenizer = tokenizer_of(kind)
+    return st.sampled_from(sorted({*range(len(tokenizer))} - {*tokenizer.all_special_ids}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_any_tokens(kind, data):
+    """Pieces of any size join to the text, which behind the prompt's is that of both."""
+    tokenizer = tokenizer_of(kind)
+    some = st.lists(tokens_of(kind), max_size=12)
+    prompt, token_ids = data.draw(some), data.draw(some)
+    text = text_of(tokenizer, prompt, token_ids, PLAIN)
+    stream, pieces = TextStream(tokenizer, PLAIN, prompt), []
+    for token in token_ids:
+        pieces.append(stream.push([token], last=False))
+    assert "".join(pieces) + stream.push([], last=True) == text
+    before, whole = decode(tokenizer, prompt), decode(tokenizer, prompt + token_ids)
+    if INCOMPLETE not in whole:
+        assert before.rstrip(INCOMPLETE) + text == whole
+        assert decode_behind(tokenizer, prompt, token_ids) == text
+
+
+@pytest.mark.parametrize("kind", ["markup", "special markup", *STRIPPING])
+def test_bytes_of_part_of_a_character(kind):
+    tokenizer = tokenizer_of(kind)
+    smile = spelled(tokenizer, SMILE)
+    assert b"".join(bytes_of(tokenizer, token) for token in smile) == SMILE.encode()
+
+
+# Over HTTP
+
+
+@pytest.fixture
+def client(engine):
+    with running(engine) as served:
+        yield served.client()
+
+
+def test_echo_and_names_of_tokens(client, engine):
+    """What is echoed and what follows is the text of both, and a token has one name, wherever it
+    stands; ``text_offset`` finds it there."""
+    the, bias = spelled(engine.tokenizer, " the"), {}
+    assert len(the) == 1
+    bias[str(the[0])] = 100
+    (choice,) = client.completions.create(
+        model=MODEL, prompt="the the", max_tokens=3, echo=True, logprobs=1, logit_bias=bias
+    ).choices
+    assert choice.text == "the the the the the"
+    names = choice.logprobs.tokens
+    assert "".join(names) == choice.text
+    assert names[-4:] == [" the"] * 4
+    for place, name in zip(choice.logprobs.text_offset, names, strict=True):
+        assert choice.text[place:].startswith(name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_begins_with_its_space(client, engine, stream):
+    (the,) = spelled(engine.tokenizer, " the")
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    asked |= {"logit_bias": {str(the): 100}, "logprobs": True}
+    if stream:
+        parts = [c.choices[0] for c in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(part.delta.content or "" for part in parts) == " the the"
+    else:
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert choice.message.content == " the the"
+        assert [one.token for one in choice.logprobs.content] == [" the"] * 2
+
+
+def test_split_characters_have_their_bytes(client, engine):
+    """Each in its own token, as OpenAI has it: together they are the character's."""
+    smile = spelled(engine.tokenizer, SMILE)
+    prompt, rest = [1, *smile[:2]], [str(token) for token in smile[2:]]
+    found = b""
+    for token in rest:
+        (choice,) = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "a"}],
+            max_tokens=1,
+            logit_bias={token: 100},
+            logprobs=True,
+        ).choices
+        (one,) = choice.logprobs.content
+        found += bytes(one.bytes)
+    assert bytes(bytes_of(engine.tokenizer, n)[0] for n in prompt[1:]) + found == SMILE.encode()
