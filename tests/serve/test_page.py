@@ -79,6 +79,24 @@ def test_verifies_that_are_drawn(served, traced, stream):
     assert refused.status_code == 404 and "--trace" in refused.json()["error"]["message"]
 
 
+class Lies:
+    """A drafter that is wrong in the first half of an answer, and proposes nothing behind it."""
+
+    def propose(self, sequences, n):
+        return [[5] if len(tokens) < 30 else [] for tokens in sequences]
+
+
+def test_the_last_rollback_is_drawn_too():
+    """Behind the last verify, where that had none."""
+    with storyteller(**DRAWN, drafter=Lies()) as engine, running(engine) as server:
+        said = server.post(CHAT, **ASKED).json()
+        drawn = httpx.get(f"{server.url}/v1/verifies/{said['id']}").json()
+    assert [list(one["stages"])[-1] for one in drawn] == ["No Rollback", "Rollback"]
+    for one, rolled_back in zip(drawn, (False, True), strict=True):
+        colours = [cell["colour"] for cell in one["stages"]["Verify"][0]]
+        assert ("rejected" in colours) == rolled_back
+
+
 # In Chromium, where it is installed.
 
 
