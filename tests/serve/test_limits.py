@@ -185,7 +185,7 @@ def test_ctrl_c(times, sigint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port), "--device", "cpu"]
-    command += ["--warm-up"] * (times == 1)
+    command.append("--warm-up" if times == 1 else "--trace")
     environment = {**os.environ, "TINYSPEC_API_KEY": "secret", "HF_HOME": str(tmp_path)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
     url = f"http://127.0.0.1:{port}"
@@ -202,6 +202,7 @@ def test_ctrl_c(times, sigint, tmp_path):
         (proven,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
         assert (len(proven["results"]["buckets"]) > 1) == (times == 1)
         assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert ("key chat trace" in httpx.get(url).text) == (times == 2)
         asked = {"url": f"{url}{COMPLETIONS}", "headers": {"Authorization": "Bearer secret"}}
         with httpx.stream("POST", **asked, json={"model": MODEL, **LONG, "stream": True}) as stream:
             lines = stream.iter_lines()

@@ -76,9 +76,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(clone, target):
     install(clone, target=target)
     installed = {p.relative_to(target) for p in (target / "tinyspec").rglob("*") if p.is_file()}
     source = {p.relative_to(clone) for p in (clone / "tinyspec").rglob("*") if p.is_file()}
-    kept = {p for p in source if p.suffix == ".py" or p.parent.name in BUNDLED}
+    kept = {p for p in source if p.suffix in (".py", ".html") or p.parent.name in BUNDLED}
     assert {path for path in installed if path.suffix != ".pyc"} == kept
-    assert Path("tinyspec/tools/storyteller/demo_prompts.json") in kept
+    for name in ("tools/storyteller/demo_prompts.json", "serve/page.html"):
+        assert Path("tinyspec", name) in kept
     folders = {path.name for path in target.iterdir() if path.suffix != ".dist-info"}
     assert folders == {"tinyspec", "bin"}
 

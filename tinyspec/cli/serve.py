@@ -16,6 +16,8 @@ SPARE_CONNECTIONS = 256
 KEEP_ALIVE = 30
 # Bytes of a request's line and headers.
 MAX_HEADERS = 2**16
+# Settings of an engine whose verifies the page draws: of so many passes.
+TRACED: dict[str, Any] = {"verify": "always", "trace": 1000}
 INTERVAL = "passes from a stream's piece to the next (default: 1, with 16 streams 2, up to 4)"
 
 
@@ -30,6 +32,7 @@ def add_serve(parser: ArgumentParser) -> None:
     add("--warm-up", action="store_true", help="prove all passes before the first request")
     add("--max-requests", type=int, default=256, metavar="N", help="that run (default: 256)")
     add("--max-waiting", type=int, default=1024, metavar="N", help="others get 429 (default: 1024)")
+    add("--trace", action="store_true", help="draft and verify always; the page at / draws it")
     add("--stream-interval", type=int, metavar="N", help=INTERVAL)
     add("--timeout", type=float, metavar="S", help="seconds that a request may take")
     add("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: 30)")
@@ -39,8 +42,8 @@ def serve(options: Namespace) -> int:
     """An HTTP server with OpenAI's API.
 
     /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/audit,
-    /tokenize, /detokenize, /metrics and /health. Ctrl-C lets requests end, for
-    --drain seconds; Ctrl-C again aborts them.
+    /tokenize, /detokenize, /metrics and /health; / is a page to chat in. Ctrl-C
+    lets requests end, for --drain seconds; Ctrl-C again aborts them.
 
     example:
       tinyspec serve --model Qwen/Qwen3-0.6B --deterministic
@@ -54,7 +57,7 @@ def serve(options: Namespace) -> int:
     # A key given as an option stands in the list of processes.
     key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
-    with common.engine_of(options) as engine:
+    with common.engine_of(options, **(TRACED if options.trace else {})) as engine:
         if options.warm_up:
             engine.warm_up()
         served = AsyncEngine(engine, **limits, stream_interval=options.stream_interval)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -32,6 +33,7 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.serve import protocol, replies
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Failure, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
+from tinyspec.serve.page import last_verifies, page
 from tinyspec.serve.tools import wanted_calls
 
 # Bytes of a body, and seconds until all of it must be there.
@@ -137,6 +139,8 @@ class Server:
         self._most_characters = most * max(map(len, self.tokenizer.get_vocab()))
         self.metrics = Metrics(self.engine, self.model)
         self.fingerprint = engine.fingerprint
+        # Ids of the latest replies, and of their first requests in the engine.
+        self.latest: deque[tuple[str, str]] = deque(maxlen=1000)
         self.card = {"id": self.model, "object": "model", "created": int(time.time())}
         self.card |= {"owned_by": "tinyspec", "max_model_len": most}
 
@@ -214,8 +218,11 @@ class Server:
         if body.stream:
             left = self.timeout and max(reply.began + self.timeout - time.monotonic(), 1e-3)
             events = self.engine.stream(*given, left)
-            return EventStreamResponse(self._sent(reply, await anext(events), events))
+            first = await anext(events)
+            self.latest.append((reply.reply_id, first.request_id))
+            return EventStreamResponse(self._sent(reply, first, events))
         found = replies.events_of(await self.engine.generate(*given))
+        self.latest.append((reply.reply_id, found[0].request_id))
         for event in found:
             self._note(event)
         self.metrics.answered(reply.began, reply.prompts)
@@ -253,6 +260,14 @@ class Server:
             verdict = "not comparable" if other else "differs" if reason else "same"
         about = {"object": "audit", "model": request.model}
         return {**about, "verdict": verdict, "reason": reason or None}
+
+    async def verifies(self, reply_id: str) -> list[dict[str, Any]]:
+        """The last verify of an answer whose id is known to who asked for it, and its last with a
+        rollback, for the page to draw."""
+        engine, request_id = self.engine.engine, dict(self.latest).get(reply_id)
+        if not engine.config.trace:
+            raise HTTPException(404, "this server keeps no trace: start it with --trace")
+        return last_verifies(engine.trace, request_id) if request_id else []
 
     def _note(self, event: StreamEvent) -> None:
         """Count an event. Raises HTTPException where the engine could not go on, ValueError where
@@ -292,6 +307,11 @@ def create_app(
     """The application for one server. api_key, bounds: as ``Guard`` has them."""
     app = FastAPI(title="tinyspec", default_response_class=AsciiJSON, responses=FAILURES)
     app.add_middleware(Guard, api_key=api_key, bounds=bounds)
+    engine = server.engine.engine
+    facts = {"key": api_key, "chat": engine.tokenizer.chat_template, "trace": engine.config.trace}
+    shown = page(facts)
+    app.add_route("/", lambda _: shown, include_in_schema=False)
+    app.get("/v1/verifies/{reply_id}")(server.verifies)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)
 

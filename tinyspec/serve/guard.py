@@ -33,6 +33,8 @@ KINDS: dict[int, tuple[str, str | None]] = {
 }
 # Status and code of values that are not allowed, where they are no bad requests.
 NAMED = {"engine": (503, None), "model": (404, "model_not_found")}
+# Paths that need no key.
+OPEN = {"/", "/health"}
 CLOSE = {"Connection": "close"}
 # Errors that are answered; those with a class of their own before the others.
 HANDLED = (
@@ -95,8 +97,8 @@ async def answer_error(http: Request, error: Exception) -> Response:
 class Guard:
     """ASGI middleware: who may ask, how large a body may be, and how long it may take.
 
-    api_key: what must be sent as bearer token but to /health; None lets all in. bounds: of bodies
-    in bytes, and in seconds until all of one is there.
+    api_key: what must be sent as bearer token, but to OPEN; None lets all in. bounds: of bodies in
+    bytes, and in seconds until all of one is there.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, bounds: tuple[int, float]):
@@ -105,7 +107,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        asks = scope["type"] == "http" and scope["path"] != "/health"
+        asks = scope["type"] == "http" and scope["path"] not in OPEN
         if asks and self._expected and not hmac.compare_digest(given, self._expected):
             refused = HTTPException(401, "the API key is missing or wrong")
             await (await answer_error(Request(scope), refused))(scope, receive, send)

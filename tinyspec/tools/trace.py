@@ -122,6 +122,12 @@ def diagrams(run: Run) -> list[Diagram]:
     return verifies or ([plain_diagram(run)] if whole else [])
 
 
+def whole_verifies(run: Run) -> list[Part]:
+    """Verifies in order, but for those that a stop has cut off, which show neither outcome."""
+    found = [(o, w) for o in run.passes for w in o.works if w.kind == VERIFIED and w.drafts]
+    return [(o, w) for o, w in found if len(w.tokens) == w.accepted + 1 and not w.end]
+
+
 def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -> Diagram | None:
     """The verify that shows most, with a rollback or with all drafts accepted and the bonus token:
     of a request in ``names``, of several but few drafts, some accepted, beside other requests; the
@@ -134,10 +140,7 @@ def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -
         good = drafts <= FEW_DRAFTS, work.accepted > 0, -1 not in work.drafts
         return (work.request_id in names, *good, min(drafts, 3), len(one.works) > 1)
 
-    verified = [(o, w) for o in run.passes for w in o.works if w.kind == VERIFIED and w.drafts]
-    # Those that a stop has cut off show neither outcome.
-    whole = [(o, w) for o, w in verified if len(w.tokens) == w.accepted + 1 and not w.end]
-    fitting = [(o, w) for o, w in whole if (w.accepted < len(w.drafts)) == rollback]
+    fitting = [(o, w) for o, w in whole_verifies(run) if (w.accepted < len(w.drafts)) == rollback]
     if not fitting:
         return None
     one, work = max(fitting, key=worth)
