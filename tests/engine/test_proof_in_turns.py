@@ -4,10 +4,11 @@ to the model, the engine or the process meanwhile leaves nothing wrong behind.""
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def committed(monkeypatch):
 def in_a_pause(engine, work, skip=0):
     """Let another thread do ``work``, which asks for turns, between two passes of a proof."""
     driver, left, pool = engine.driver, [work], ThreadPoolExecutor(1)
-    own = driver.pause
+    own = engine.tracker.pause
     skipped = iter(range(skip))
 
     def pause(aside):
@@ -231,21 +232,171 @@ def test_an_engine_that_others_close():
         assert not left
 
 
-def test_an_engine_is_not_idle_while_it_proves():
-    """What a call of another's gives back at its end would be missed."""
-    refused = []
+def test_what_needs_an_idle_engine_waits(committed):
+    """For the proof, and for the request, whose pages a call that ends would give back."""
+    told_to, threads = [], []
     with engine_of(tiny(), num_pages=None) as engine:
 
+        def refused(name):
+            with pytest.raises(ValueError, match="unfinished"):
+                getattr(engine, name)()
+            told_to.append(name)
+
         def work():
-            engine.end_call(True)
-            for name in ("release", "forget_plain", "warm_up"):
-                with pytest.raises(ValueError, match="unfinished"):
-                    getattr(engine, name)()
-                refused.append(name)
+            for name in ("release", "forget_plain"):
+                threads.append(Thread(target=refused, args=(name,)))
+            threads.append(Thread(target=lambda: told_to.append(engine.end_call(True))))
+            for thread in threads:
+                thread.start()
+            while len(engine.driver._line) < 3:
+                time.sleep(0)
 
         left = in_a_pause(engine, work)
         pages = engine.pool.num_pages
-        (output,) = engine.generate([PROMPT], ASKED)
-        assert not left and len(refused) == 3
+        stream = engine.stream([PROMPT], greedy(450))
+        assert next(stream).token_ids and not left
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert {*told_to} == {"release", "forget_plain", None}
         assert engine.pool.num_pages == pages
+        stream.close()
+
+
+def test_two_warm_ups(proven_on_demand):
+    with engine_of(tiny()) as engine, ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(engine.warm_up) for _ in range(2)]:
+            done.result(PATIENCE)
+        assert engine.contract.results.sizes == list(engine.contract.buckets.sizes)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_reader_with_another_number_of_threads(deterministic, two_threads):
+    """Its passes run on the number that is being proven; a deterministic request of its own is
+    refused meanwhile, and asked again afterwards has the bits of its number."""
+    begun, errors = Event(), []
+    torch.set_num_threads(1)
+    with engine_of(tiny()) as engine:
+
+        def read():
+            torch.set_num_threads(2)
+            for _ in engine.stream([PROMPT], LONG):
+                begun.set()
+            assert torch.get_num_threads() == 2
+
+        def work():
+            torch.set_num_threads(2)
+            try:
+                engine.generate([PROMPT], ASKED)
+            except ValueError as error:
+                errors.append(str(error))
+
+        if deterministic:
+            left = in_a_pause(engine, work)
+            (output,) = engine.generate([PROMPT], ASKED)
+            assert not left and "threads" in errors[0]
+        else:
+            reader = Thread(target=read)
+            reader.start()
+            begun.wait(PATIENCE)
+            (output,) = engine.generate([PROMPT], ASKED)
+            reader.join(PATIENCE)
+    assert told(output) == expected()
+
+
+# Signals
+
+
+class Alarm(Exception):
+    pass
+
+
+def test_what_a_handler_raises_in_a_pause_leaves_the_turn_where_it_is():
+    """The other's pass goes on alone; then it is raised, and the engine serves on."""
+    inside, seen = Event(), []
+
+    def alarm(*_):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        with engine_of(tiny()) as engine:
+
+            class Slow:
+                def __call__(self, ids, scores):
+                    if not seen:
+                        inside.set()
+                        signal.pthread_kill(main, signal.SIGALRM)
+                        time.sleep(0.2)
+                        seen.append((engine.driver._owner, get_ident()))
+                    return scores
+
+            main = get_ident()
+            params = SamplingParams(max_new_tokens=3, logits_processors=[Slow()])
+            in_a_pause(engine, lambda: engine.generate([PROMPT], params))
+            with pytest.raises(Alarm):
+                engine.generate([PROMPT], ASKED)
+            assert inside.is_set() and seen[0][0] == seen[0][1]
+            assert told(engine.generate([PROMPT], ASKED)[0]) == expected()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_while_another_thread_proves(monkeypatch):
+    """Takes effect at once: the call that waits has nothing half done."""
+    prepare, proving, ended = proof.Prober.prepare, Event(), []
+
+    def slow(prober):
+        proving.set()
+        until = time.monotonic() + PATIENCE
+        while not ended and time.monotonic() < until:
+            time.sleep(0.01)
+            prober.pause()
+        return prepare(prober)
+
+    monkeypatch.setattr(proof.Prober, "prepare", slow)
+    with engine_of(tiny()) as engine, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(engine.generate, [PROMPT], ASKED)
+        proving.wait(PATIENCE)
+        pool_of_one = Thread(
+            target=lambda: (time.sleep(0.3), signal.pthread_kill(main, signal.SIGINT))
+        )
+        main = get_ident()
+        pool_of_one.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT], ASKED)
+        assert not other.done()
+        ended.append(1)
+        assert told(other.result(PATIENCE)[0]) == expected()
+
+
+def test_a_task_that_ends_during_a_proof(monkeypatch):
+    """Its stream is aborted there, not behind the proof."""
+    prepare, left = proof.Prober.prepare, []
+
+    async def main(engine):
+        served = AsyncEngine(engine)
+        events = served.stream([PROMPT], LONG)
+        await anext(events)
+        asked = asyncio.create_task(served.generate([PROMPT], ASKED))
+        while not left:
+            await asyncio.sleep(0.001)
+        await events.aclose()
+        (output,) = await asked
+        await served.close()
+        return output
+
+    with engine_of(tiny()) as engine:
+
+        def slow(prober):
+            left.append(len(engine.tracker.requests))
+            until = time.monotonic() + PATIENCE
+            while engine.tracker.requests and time.monotonic() < until:
+                time.sleep(0.005)
+                prober.pause()
+            left.append(len(engine.tracker.requests))
+            return prepare(prober)
+
+        monkeypatch.setattr(proof.Prober, "prepare", slow)
+        output = asyncio.run(asyncio.wait_for(main(engine), PATIENCE))
+    assert left[:2] == [1, 0]
     assert told(output) == expected()

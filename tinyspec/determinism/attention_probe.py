@@ -117,22 +117,24 @@ def compare_attention(
     rows: int | None = None,
     seconds: float | None = None,
     pause: Callable[[], object] = flush,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[ComparedRows]:
     """``known`` with further rounds of ``kinds``, by the kernels that the runner's passes call.
 
     rows: to have compared of each kind, or seconds to be over, but one round where nothing is
-    known; None: one round more than are known, no limit. pause: called before every round.
+    known; None: one round more than are known, no limit. pause: called before every round. clock:
+    tells seconds.
     """
     found = {kind.name: kind for kind in known}
     for kind in kinds:
-        compared, begun = found.get(kind.name, ComparedRows(kind.name)), time.perf_counter()
+        compared, begun = found.get(kind.name, ComparedRows(kind.name)), clock()
         wanted = compared.checked + 1 if rows is None else rows
         while compared.checked < wanted:
             pause()
             seed = compared.checked // ROWS_OF_ROUND
             for wrong in _round(runner, kind, seed):
                 compared = compared.plus(len(wrong), int(wrong.any(dim=1).sum()))
-            if seconds is not None and time.perf_counter() - begun > seconds:
+            if seconds is not None and clock() - begun > seconds:
                 break
         found[kind.name] = compared
     return list(found.values())

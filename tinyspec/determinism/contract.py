@@ -99,8 +99,8 @@ class Contract:
 
     def refuse_other_number(self, callers: Collection[int]) -> None:
         """Raise ValueError where torch computes with another number of threads in this one than in
-        those of ``callers``, of whose running requests bits depend on it."""
-        own = torch.get_num_threads()
+        those of ``callers``, of whose running requests bits depend on it, or that prove."""
+        own, callers = torch.get_num_threads(), [*callers, *self.proving.threads]
         if callers and get_ident() not in callers and self.threads not in (None, own):
             raise ValueError(
                 f"torch computes with {own} threads in this thread of Python, and with another "

@@ -292,8 +292,8 @@ def prove_reference(
         moved += prober.moved(prober.ops)
         unsound += [Unsound(name, f"{name}: {PLACES.format(rows)}") for name in moved]
         kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
-        limits = MANY_ROWS, ATTENTION_SECONDS
-        attention = compare_attention(runner, kinds, (), *limits, prober.pause)
+        limits = MANY_ROWS, ATTENTION_SECONDS, prober.pause, lambda: prober.seconds
+        attention = compare_attention(runner, kinds, (), *limits)
         unsound += unsound_attention(attention)
         unsound += prober.differs(rows, range(1, FIRST_PASSES + 1))
     took, seconds = prober.seconds, probe.took.get(rows, 0.0)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, TypeVar
 
 from tinyspec.errors import DeterminismError
+from tinyspec.interrupts import flush
 from tinyspec.model.torch_settings import moved, moves, pin_process
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -23,16 +25,21 @@ class _Stale(Exception):
     """What a proof finds is not what holds now."""
 
 
+class _Ended(Exception):
+    """Of what was raised between two passes, which is no fault of the proof's."""
+
+
 class Proving:
     """Of one engine, of which one proof is under way at a time.
 
-    others: lets them use the engine. calls: that may have a proof under way, or wait for one.
+    others: lets them use the engine. threads: of calls that may have a proof under way, or wait for
+    one.
     """
 
     def __init__(self, runner: ModelRunner):
         self._runner = runner
         self.others: Meanwhile | None = None
-        self.calls = 0
+        self.threads: list[int] = []
         self._meanwhile: Meanwhile | None = None
         self._own: object | None = None  # the proof
 
@@ -49,12 +56,18 @@ class Proving:
         """A block, where nothing is half done, between the passes of whose proofs others use the
         engine, by ``meanwhile``."""
         self._meanwhile = meanwhile or self.others
-        self.calls += 1
+        self.threads.append(own := get_ident())
         try:
             yield
         finally:
-            self.calls -= 1
+            self.threads.remove(own)
             self._meanwhile = None
+
+    def wait(self) -> None:
+        """Let other calls prove what they need to begin; in a turn."""
+        while self.threads and self.others is not None:
+            self.others(nullcontext())
+            flush()
 
     def again(self, proof: Callable[[], T]) -> T:
         """What a proof finds; one during which others changed what it is of means nothing, and is
@@ -62,10 +75,13 @@ class Proving:
         for _ in range(MOST_PROOFS):
             while self.under_way and self._meanwhile is not None:
                 self._let(self._meanwhile, nullcontext())
+                flush()
             try:
                 return proof()
             except _Stale as error:
                 what = error
+            except _Ended as ended:
+                raise ended.args[0] from None
         raise DeterminismError(
             f"{what} during each of {MOST_PROOFS} proofs, by another thread or by the model's own "
             "forward; deterministic=True needs it left alone"
@@ -87,7 +103,10 @@ class Proving:
             nonlocal settings
             if self._meanwhile is not None:
                 refuse_stale()
-                self._let(self._meanwhile, aside)
+                try:
+                    self._let(self._meanwhile, aside)
+                except Exception as error:
+                    raise _Ended(error) from None
                 pin_process()
                 settings = moves()
                 refuse_stale()

@@ -201,7 +201,6 @@ def forward(
             if engine.config.verify != "always":
                 planned = passes(sum(map(len, sequences)), engine.runner.buckets.sizes)
                 engine.contract.prove_more({bucket for bucket, *_ in planned})
-        engine.tracker.refuse_closed()
         setting, exclusive = None, partial(_exclusive, engine)
         for _ in range(TRIES):
             with engine.runner.torch_state(gradients=True):

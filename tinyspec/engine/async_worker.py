@@ -184,9 +184,9 @@ class AsyncWorker:
                 self._engine.close()
             atexit.unregister(self.stop)
 
-    def _take(self) -> bool:
-        """Note what was told, once there is something to do; whether to go on."""
-        waits = not (self.stopped or any(call.unfinished for call in self._calls))
+    def _take(self, waits: bool = True) -> bool:
+        """Note what was told, once there is something to do if it ``waits``; whether to go on."""
+        waits = waits and not (self.stopped or any(call.unfinished for call in self._calls))
         with suppress(Empty):
             while True:
                 # Other threads may be using the engine, and calls wait for them.
@@ -223,14 +223,15 @@ class AsyncWorker:
 
     def _meanwhile(self, aside: AbstractContextManager[None]) -> None:
         """Between passes of a proof: a pass for the calls that are unfinished, and their answers,
-        and then the turns of other threads."""
+        and then the turns of other threads. Calls that are new begin behind the proof."""
+        self._take(waits=False)
         if any(call.unfinished for call in self._calls):
             with aside:
                 self._idles()
                 self._answer()
-                self._engine.driver.pause(nullcontext())
+                self._engine.tracker.pause(nullcontext())
         else:
-            self._engine.driver.pause(aside)
+            self._engine.tracker.pause(aside)
 
     def _answer(self) -> None:
         """Tell every loop once what its tasks wait for: waking one takes longer than a token's

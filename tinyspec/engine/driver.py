@@ -129,13 +129,22 @@ class Driver:
         return any(each.asleep_at != self.news and each.ready() for each in tuple(self._line))
 
     def pause(self, aside: AbstractContextManager[object]) -> None:
-        """Let those that wait use the engine first; in the turn, in a block of ``aside`` where
-        there are any. No signal takes effect."""
-        if any(each.asleep_at != self.news for each in tuple(self._line)):
+        """Let those that wait use the engine first, and do what was posted; in the turn, in a block
+        of ``aside`` where there is any of it. What signal handlers raise meanwhile is raised in the
+        turn; Ctrl-C waits."""
+        awake = any(each.asleep_at != self.news for each in tuple(self._line))
+        if awake or not self._posts.empty():
             with aside:
+                raised: BaseException | None = None
                 self._give(news=False)
-                self._take(lambda: True, None, held=True)
+                while not self.in_turn:
+                    try:
+                        self._take(lambda: True, None, held=True)
+                    except BaseException as error:
+                        raised = error
                 self.apply_posts()
+                if raised is not None:
+                    raise raised
 
     def _take(self, ready: Callable[[], bool], asleep_at: int | None, held: bool = False) -> None:
         with self._lock:

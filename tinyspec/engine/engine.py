@@ -106,7 +106,7 @@ class Engine:
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.driver = self.tracker.driver
-        self.contract.proving.others = self.driver.pause
+        self.contract.proving.others = self.tracker.pause
         self._inputs = InputProcessor(own, tokenizer, config, pool, self._thinker, drafter)
         self._outputs: list[RequestOutput] = []
         flush()
@@ -158,8 +158,9 @@ class Engine:
 
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
+        self.contract.proving.wait()
         self.tracker.refuse_closed()
-        if unfinished := len(self.tracker.requests) + self.contract.proving.calls:
+        if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.drain()
 
@@ -213,7 +214,8 @@ class Engine:
     def end_call(self, releases: bool) -> None:
         """Where nothing is unfinished: ``forget_plain``, and ``release`` if ``releases``."""
         with self.driver.turn("end_call"):
-            if self.closed is None and not (self.has_unfinished() or self.contract.proving.calls):
+            self.contract.proving.wait()
+            if self.closed is None and not self.has_unfinished():
                 self.core.drain()
                 if releases:
                     self._give_back()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from typing import TypeVar
@@ -54,7 +54,10 @@ class RequestTracker:
         if self.closed is not None:
             raise refuse("engine", self.closed, "an engine that is open")
 
-    # Looks at the model
+    def pause(self, aside: AbstractContextManager[object]) -> None:
+        """As ``Driver.pause``. Raises ValueError where the engine was closed meanwhile."""
+        self.driver.pause(aside)
+        self.refuse_closed()
 
     def check_model(self) -> None:
         """The look with which a submit begins, digests too. Raises ValueError for an engine that is
@@ -133,8 +136,6 @@ class RequestTracker:
                 self._contract.weights_changed()
             self._start_again("the weights")
 
-    # Requests
-
     def add(self, requests: list[Request], meanwhile: Meanwhile | None = None) -> None:
         """Queue requests, after a look in this turn; or DeterminismError, and none is queued."""
         self.refuse_closed()
@@ -143,7 +144,6 @@ class RequestTracker:
             with self._contract.proving.pausing(meanwhile):
                 self._contract.ensure()
                 fingerprint = self._contract.fingerprint
-            self.refuse_closed()
         with self._core.runner.torch_state.stream():
             pass  # passes of any thread come after what the caller's stream computes of inputs
         for request in requests:
@@ -174,9 +174,8 @@ class RequestTracker:
         sequences = [sequence for request in requests for sequence in request.sequences]
 
         def done() -> bool:
-            if until_abort and any(s.finish_reason == "abort" for s in sequences):
-                return True
-            return all(sequence.finished for sequence in sequences)
+            aborted = until_abort and any(s.finish_reason == "abort" for s in sequences)
+            return aborted or all(sequence.finished for sequence in sequences)
 
         # A bar that is not shown would all the same start tqdm's thread.
         shown = tqdm(total=len(sequences), unit="completion", delay=2.0) if progress else None
@@ -216,9 +215,9 @@ class RequestTracker:
     @contextmanager
     def _passes(self) -> Iterator[None]:
         """A block of passes in one turn: on as many of torch's threads as the deterministic
-        requests were submitted under, and after a look."""
+        requests were, or are being, submitted under, and after a look."""
         own, threads = torch.get_num_threads(), self._contract.threads
-        other = threads not in (None, own) and bool(self._asking)
+        other = threads not in (None, own) and bool(self._asking or self._contract.proving.threads)
         if threads is not None and other:
             torch.set_num_threads(threads)
         try:
