@@ -1,6 +1,7 @@
 """What is not served, or not allowed, is a 400 in OpenAI's shape that names the field."""
 
 import json
+import re
 import time
 
 import httpx
@@ -122,6 +123,115 @@ def test_millions_of_faults(served, kind):
     json.loads(content)
     reading = time.thread_time() - began
     assert reading / 4 < took < max(1.0, 8 * reading)
+
+
+def chat(**own):
+    return CHAT, {"messages": MESSAGES, **own}
+
+
+def said(**own):
+    return chat(messages=[*MESSAGES, {"role": "user", **own}])
+
+
+# Message, param and code: what programs read, and who wrote the request.
+TOO_LONG = r"This model's maximum context length is 2048 tokens\. "
+TOLD = {
+    "an image": (
+        said(content=[{"type": "text", "text": "a"}, IMAGE]),
+        r"messages\.1\.content\.1: image_url is not served, text, input_text or output_text is$",
+        "unsupported_value",
+    ),
+    "no content": (
+        said(content=5),
+        r"messages\.1\.content: 5 is not allowed: it should be a valid string or a valid list$",
+        "invalid_type",
+    ),
+    "no part": (
+        said(content=[5]),
+        r"messages\.1\.content\.0: 5 is not allowed: it should be a valid object$",
+        "invalid_type",
+    ),
+    "a part without text": (
+        said(content=[{"type": "text"}]),
+        r"messages\.1\.content\.0\.text: Field required$",
+        "missing_required_parameter",
+    ),
+    "half a character": (said(content="abc \ud800"), r"messages='.ud800' is not", "invalid_value"),
+    "a role": (
+        said(role="wizard", content="x"),
+        r"messages\.1\.role: wizard is not served, dev",
+        None,
+    ),
+    "a format": (
+        chat(response_format={"type": "xml"}),
+        r"response_format: xml is not served, text or json_object or json_schema is$",
+        "unsupported_value",
+    ),
+    "a schema": (
+        chat(response_format={"type": "json_schema"}),
+        r"response_format\.json_schema: Field required$",
+        "missing_required_parameter",
+    ),
+    "a choice": (chat(tool_choice={"type": "x"}), "tool_choice: x is not served, function", None),
+    "stops": (chat(stop=["a"] * 5), "stop: List should have at most 4", "invalid_value"),
+    "a range": (
+        chat(temperature=3),
+        "temperature: 3 is not allowed: it should be less than or equal to 2$",
+        "invalid_value",
+    ),
+    "a field": (chat(foo=1), "foo: this field is not served$", "unsupported_parameter"),
+    "a prompt": (
+        (COMPLETIONS, {"prompt": ["a", 1]}),
+        r"prompt\.1: 1 is not allowed",
+        "invalid_type",
+    ),
+    "an item": (
+        (RESPONSES, {"input": [{"type": "x"}]}),
+        r"input\.0: x is not served, message",
+        None,
+    ),
+    "a long prompt": (
+        (COMPLETIONS, {"prompt": LONG}),
+        TOO_LONG + "prompt='3001 tokens' is not allowed",
+        "context_length_exceeded",
+    ),
+    "a longer one": (
+        (COMPLETIONS, {"prompt": LONG * 100}),
+        TOO_LONG + "prompt='600000 characters' is not allowed",
+        "context_length_exceeded",
+    ),
+    "a long answer": (
+        chat(max_completion_tokens=4000),
+        TOO_LONG
+        + r"max_completion_tokens=4000 is not allowed: at most \d+ after \d+ prompt tokens",
+        "context_length_exceeded",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_what_is_told(served, kind):
+    """The place, what stands there and what may; no names of types that a client cannot know."""
+    (path, own), message, code = TOLD[kind]
+    content = json.dumps({"model": MODEL, **own})
+    found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
+    error = found.json()["error"]
+    assert found.status_code == 400 and re.match(message, error["message"]), error
+    assert error["code"] == (code or "unsupported_value")
+    assert re.search(rf"\b{error['param']}\b", message) and error["param"] in own
+    assert not re.search(r"list\[|instance|Input|Text|\bstr\b|function-", error["message"])
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain"])
+def test_the_content_type_is_told(served, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    content = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 1})
+    found = httpx.post(f"{served.url}{CHAT}", content=content, headers=headers)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"].startswith(
+        f"Content-Type: '{kind or ''}' is not served"
+    )
+    assert httpx.post(f"{served.url}{CHAT}", content=content, headers=JSON).status_code == 200
 
 
 def test_null_is_as_if_it_were_not_there(served):

@@ -165,7 +165,8 @@ class Server:
         prompts = body.prompts()
         sizes = [characters(prompt) for prompt in prompts]
         if max(sizes) > self._most_characters:
-            allowed = f"at most {self._most_characters}: max_model_len of the longest tokens"
+            most = self.card["max_model_len"]
+            allowed = f"at most {self._most_characters}, max_model_len={most} of the longest tokens"
             raise refuse("prompt", f"{max(sizes)} characters", allowed)
         return await self.by_tokenizer(lambda t: [to_token_ids(p, t) for p in prompts], sum(sizes))
 

@@ -89,8 +89,11 @@ class Strict(BaseModel):
 
     def api_name(self, name: str) -> str:
         """What the API calls a field."""
-        of_prompt = dict.fromkeys(("prompt", "messages", "content"), self.prompt_field)
-        name = {**of_prompt, "grammar": "tools"}.get(name, name)
+        own = dict.fromkeys(("prompt", "messages", "content"), self.prompt_field)
+        own |= {"grammar": "tools"}
+        if "max_completion_tokens" in self.model_fields_set:
+            own["max_new_tokens"] = "max_completion_tokens"
+        name = own.get(name, name)
         field = type(self).model_fields.get(name)
         return str((field and field.alias) or name)
 
