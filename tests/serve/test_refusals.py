@@ -16,13 +16,17 @@ ENDLESS = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref"
 LONG = "a " * 3000
 OF_TEXT = {
     "temperature": (2.1, "1", 1e-9),
-    **{"top_p": (-0.1,), "seed": (1.5, 2**63), "stream": ("yes",), "store": (True,), "foo": (1,)},
+    **{"top_p": (-0.1,), "seed": (1.5, 2**63), "stream": ("yes",), "foo": (1,)},
     **{"service_tier": ("flex",), "metadata": ({"a": 1},), "deterministic": (1,)},
     **{"repetition_penalty": (0,), "frequency_penalty": (2.5,), "stop_token_ids": ([896],)},
     "stream_options": ({"include_obfuscation": False},),
 }
 OF_TOKENS = {
     **{"n": (0, 129), "max_tokens": (0, 4000), "best_of": (2,), "suffix": ("x",)},
+    **{"store": (True,), "allowed_token_ids": ([5],), "bad_words": ([""],), "top_k": (-2,)},
+    "structured_outputs": ({}, {"regex": "["}, {"regex": "a", "choice": ["a"]}, {"choice": [1]}),
+    **{"guided_json": ("{",), "guided_grammar": ("start: x", "root ::= ((", "(\n" * 10**5)},
+    **{"guided_regex": (5, "a" * 1001), "request_id": ("",), "truncate_prompt_tokens": (0,)},
     "stop": (["a"] * 5, ["a" * 1025], ""),
     "logit_bias": ({"a": 1}, {"896": 1}, {"5": 101}),
     "stream_options": ({"include_usage": 1},),
@@ -50,6 +54,7 @@ OWN = {
         ),
         **{"previous_response_id": ("resp_1",), "max_output_tokens": (0,), "background": (True,)},
         **{"tools": ([{"type": "web_search"}],), "tool_choice": ("required",)},
+        **{"include": (["message.output_text.logprobs"], ["x"]), "reasoning": ({"effort": "low"},)},
         **{"top_logprobs": (1,), "stream_options": ({"include_usage": True},)},
     },
     "/detokenize": {"tokens": ([896],)},
@@ -57,7 +62,7 @@ OWN = {
     "/v1/audit": {"response": ({"object": "nothing"},)},
 }
 TABLES = [*OWN.items(), (CHAT, OF_TEXT), (CHAT, OF_TOKENS), (COMPLETIONS, OF_TEXT)]
-TABLES += [(COMPLETIONS, OF_TOKENS), (RESPONSES, OF_TEXT)]
+TABLES += [(COMPLETIONS, OF_TOKENS), (RESPONSES, {**OF_TEXT, "store": (1,)})]
 BAD = [(p, f, value) for p, table in TABLES for f, values in table.items() for value in values]
 NEEDED = {
     CHAT: {"messages": MESSAGES},

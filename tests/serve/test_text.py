@@ -350,6 +350,14 @@ def test_the_client_of_responses(client):
     cut = client.responses.create(**ONE, input="Tell me a story.", max_output_tokens=3)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.usage.output_tokens == 3
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
-        client.responses.create(**ONE, input="x", tools=[tool])
+    same = {
+        "store": True,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": None},
+    }
+    again = client.responses.create(
+        **ONE, **same, input="Tell me a story.", instructions="Be brief."
+    )
+    assert again.output_text == first.output_text and again.store is False
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**ONE, input="x", previous_response_id=first.id)

@@ -24,13 +24,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tinyspec.engine.async_engine import AsyncEngine, checked_timeout
-from tinyspec.engine.prompts import to_token_ids
+from tinyspec.engine.prompts import continuation_ids, to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
 from tinyspec.runner.processors import GAVE_UP
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.serve import protocol, replies
+from tinyspec.serve import protocol, replies, responses
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Failure, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
 from tinyspec.serve.page import last_verifies, page
@@ -47,7 +47,7 @@ NEVER |= {"prompt_tokens_details", "input_tokens_details"}
 REPLIES: dict[Any, type[replies.Reply]] = {
     protocol.ChatRequest: replies.ChatReply,
     protocol.CompletionRequest: replies.CompletionReply,
-    protocol.ResponsesRequest: replies.ResponsesReply,
+    responses.ResponsesRequest: replies.ResponsesReply,
 }
 # What the OpenAPI document says of answers besides JSON with status 200.
 Described = dict[int | str, dict[str, Any]]
@@ -165,8 +165,9 @@ class Server:
         prompts = body.prompts()
         sizes = [characters(prompt) for prompt in prompts]
         if max(sizes) > self._most_characters:
-            most = self.card["max_model_len"]
-            allowed = f"at most {self._most_characters}, max_model_len={most} of the longest tokens"
+            allowed = (
+                f"at most {self._most_characters} (max_model_len={self.card['max_model_len']})"
+            )
             raise refuse("prompt", f"{max(sizes)} characters", allowed)
         return await self.by_tokenizer(lambda t: [to_token_ids(p, t) for p in prompts], sum(sizes))
 
@@ -190,7 +191,7 @@ class Server:
         Raises ValueError."""
         began = time.monotonic()
         self.check_model(body.model)
-        prompts = await self.token_ids(body)
+        prompts = [ids[-body.truncate_prompt_tokens :] for ids in await self.token_ids(body)]
         read, given = wanted_calls(body, self.tokenizer, prompts)
         wanted = body.deterministic
         given["deterministic"] = self.deterministic if wanted is None else wanted
@@ -198,6 +199,9 @@ class Server:
             seed = None
         else:  # as large as any client can read
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
+        if words := getattr(body, "bad_words", ()):  # at the beginning of a text, and behind others
+            texts = {text: None for word in words for text in (word, f" {word.lstrip()}")}
+            given["bad_words_ids"] = [continuation_ids(text, self.tokenizer) for text in texts]
         params = body.params(**given)
         about = (body, prompts, self.tokenizer, self.fingerprint)
         reply = REPLIES[type(body)](*about, partial(read, params=params), seed, began)
@@ -325,7 +329,7 @@ def create_app(
         return await server.answer(body, http)
 
     @app.post("/v1/responses", responses=STREAMS)
-    async def responses(body: protocol.ResponsesRequest, http: Request) -> Response:
+    async def response(body: responses.ResponsesRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
     for name in ("/v1/audit", "/tokenize", "/detokenize"):

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyspec.errors import DeterminismError, QueueFull, TinyspecError
+from tinyspec.serve.protocol import DEFAULTS
 
 logger = logging.getLogger("tinyspec")
 # As nginx logs a request whose client has gone.
@@ -91,10 +92,12 @@ def told(faults: Any, sent: Any) -> tuple[str, str | None, str]:
     found = [fault for fault in faults if rank(fault) == most]
     kind, place = (first := found[0])["type"], [*map(str, place_of(first, sent))]
     param, shown = place[0] if place else None, short(first["input"])
-    if kind == "literal_error":
+    served = [each["ctx"]["expected"] for each in found if kind == "literal_error"]
+    if served or (
+        kind == "extra_forbidden" and (served := [*map(str, DEFAULTS.get(str(param), ()))])
+    ):
         place = place[: len(place) - (first in kinds)]
-        served = " or ".join(each["ctx"]["expected"] for each in found if "ctx" in each)
-        text = f"{shown} is not served, {served} is".replace("'", "")
+        text = f"{shown} is not served, {' or '.join(served)} is".replace("'", "")
     else:
         said = [each["msg"] for each in found]
         for words, instead in WORDS.items():
