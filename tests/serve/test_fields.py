@@ -4,9 +4,11 @@ has."""
 import json
 import re
 
+import httpx
+import openai
 import pytest
 
-from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES, running
 from tinyspec.serve.protocol import DEFAULTS
 
 OWN = {"deterministic": True, "return_token_ids": True, "seed": 3}
@@ -161,3 +163,38 @@ def test_a_prompt_alone(served, client, stream):
         request = {**asked, **OWN, "max_tokens": 0}
         audited = {"request": request, "response": found.model_dump()}
         assert served.post_raw("/v1/audit", audited).json()["verdict"] == "same"
+
+
+def test_a_browser(bundled):
+    """A page of an origin that is allowed may ask, with a key; its preflight has none."""
+    page, other = "http://page.example", "http://other.example"
+    asks = {"Access-Control-Request-Method": "POST"}
+    asks |= {"Access-Control-Request-Headers": "authorization, content-type"}
+    name = "access-control-allow-origin"
+    with running(bundled, api_key="secret", origins=[page]) as server:
+        url = f"{server.url}/v1/models"
+        for origin, status in ((page, 200), (other, 400)):
+            found = httpx.options(url, headers={"Origin": origin, **asks})
+            assert found.status_code == status
+            assert (found.headers.get(name) == page) == (status == 200)
+        for key, status in (("bearer secret", 200), ("", 401)):
+            found = httpx.get(url, headers={"Origin": page, "Authorization": key})
+            assert found.status_code == status and found.headers[name] == page
+    with running(bundled) as server:
+        found = httpx.get(f"{server.url}/v1/models", headers={"Origin": page})
+        assert name not in found.headers, "control"
+
+
+def test_an_operator(bundled):
+    with running(bundled, api_key="secret") as server:
+        for ask in (httpx.get, httpx.head, httpx.post):
+            assert ask(f"{server.url}/ping").status_code == 200
+        assert httpx.head(f"{server.url}/health").status_code == 200
+        for path in ("/load", "/version"):
+            assert httpx.get(f"{server.url}{path}").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/load", headers=headers).json() == {"server_load": 0}
+        version = httpx.get(f"{server.url}/version", headers=headers).json()["version"]
+        assert re.match(r"\d+\.\d+", version)
+        (card,) = server.client(openai.OpenAI, api_key="secret").models.list().data
+        assert (card.root, card.parent, card.permission) == (MODEL, None, [])

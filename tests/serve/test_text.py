@@ -262,6 +262,7 @@ def test_metrics(served):
     assert grown.pop("tinyspec:canonical_passes_total") > 0
     for name, count in {
         **{"vllm:generation_tokens_total": 10, "vllm:prompt_tokens_total": 2 * 7},
+        **{"vllm:prefix_cache_queries_total": 2 * 7},
         **{"vllm:e2e_request_latency_seconds_count": 2, "vllm:num_requests_running": 0},
         "vllm:time_to_first_token_seconds_count": 1,
         f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}': 2,

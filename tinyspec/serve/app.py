@@ -15,10 +15,12 @@ from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
+from importlib import metadata
 from itertools import chain, zip_longest
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -143,6 +145,7 @@ class Server:
         self.latest: deque[tuple[str, str]] = deque(maxlen=1000)
         self.card = {"id": self.model, "object": "model", "created": int(time.time())}
         self.card |= {"owned_by": "tinyspec", "max_model_len": most}
+        self.card |= {"root": self.model, "parent": None, "permission": []}
 
     def check_model(self, name: str | None) -> None:
         """Raises ValueError for another model than the one that is served."""
@@ -230,7 +233,7 @@ class Server:
         self.latest.append((reply.reply_id, found[0].request_id))
         for event in found:
             self._note(event)
-        self.metrics.answered(reply.began, reply.prompts)
+        self.metrics.answered(reply.began, reply.prompts, reply.body.completions)
         return AsciiJSON(reply.whole(found))
 
     @while_connected
@@ -301,17 +304,21 @@ class Server:
                     event = await anext(events, None)
             for chunk in reply.end():
                 yield chunk
-            self.metrics.answered(reply.began, reply.prompts)
+            self.metrics.answered(reply.began, reply.prompts, reply.body.completions)
         except Exception as error:
             yield reply.failed(failure(error, reply.body)[1])
 
 
 def create_app(
-    server: Server, api_key: str | None = None, bounds: tuple[int, float] = BOUNDS
+    server: Server, api_key: str | None = None, bounds: Any = BOUNDS, origins: Any = ()
 ) -> FastAPI:
-    """The application for one server. api_key, bounds: as ``Guard`` has them."""
+    """The application for one server. api_key, bounds: as ``Guard`` has them. origins: of pages
+    that may ask in a browser, or "*"."""
     app = FastAPI(title="tinyspec", default_response_class=AsciiJSON, responses=FAILURES)
     app.add_middleware(Guard, api_key=api_key, bounds=bounds)
+    if origins:
+        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
     engine = server.engine.engine
     facts = {"key": api_key, "chat": engine.tokenizer.chat_template, "trace": engine.config.trace}
     shown = page(facts)
@@ -347,6 +354,17 @@ def create_app(
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         return Response(status_code=200 if server.engine.alive else 503)
+
+    app.head("/health", include_in_schema=False)(health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(health)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("tinyspec")}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": len(server.engine.engine.tracker.requests) + server.engine.waiting}
 
     @app.get("/metrics", response_class=Response, responses=PAGE)
     async def metrics() -> Response:
