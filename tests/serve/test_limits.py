@@ -121,10 +121,21 @@ def test_the_key(bundled):
     with running(bundled, api_key="secret") as server:
         asked = f"{server.url}/v1/models"
         assert httpx.get(f"{server.url}/health").status_code == 200
-        for key in ("", "Bearer", "Bearer secre", "Bearer secret2", "secret", "Bearer \xe9"):
+        for key in (
+            "",
+            "Bearer",
+            "Bearer secre",
+            "Bearer secret2",
+            "Bearer Secret",
+            "secret",
+            "Bearer \xe9",
+        ):
             refused = httpx.get(asked, headers={"Authorization": key.encode("latin-1")})
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
+        for scheme in ("bearer", "BEARER"):
+            headers = {"Authorization": f"{scheme} secret"}
+            assert httpx.get(asked, headers=headers).status_code == 200
         assert server.client(api_key="secret").models.list().data[0].id == MODEL
 
 

@@ -1,6 +1,7 @@
 """What is not served, or not allowed, is a 400 in OpenAI's shape that names the field."""
 
 import json
+import re
 import time
 
 import httpx
@@ -15,13 +16,17 @@ ENDLESS = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref"
 LONG = "a " * 3000
 OF_TEXT = {
     "temperature": (2.1, "1", 1e-9),
-    **{"top_p": (-0.1,), "seed": (1.5, 2**63), "stream": ("yes",), "store": (True,), "foo": (1,)},
+    **{"top_p": (-0.1,), "seed": (1.5, 2**63), "stream": ("yes",), "foo": (1,)},
     **{"service_tier": ("flex",), "metadata": ({"a": 1},), "deterministic": (1,)},
     **{"repetition_penalty": (0,), "frequency_penalty": (2.5,), "stop_token_ids": ([896],)},
     "stream_options": ({"include_obfuscation": False},),
 }
 OF_TOKENS = {
     **{"n": (0, 129), "max_tokens": (0, 4000), "best_of": (2,), "suffix": ("x",)},
+    **{"store": (True,), "allowed_token_ids": ([5],), "bad_words": ([""],), "top_k": (-2,)},
+    "structured_outputs": ({}, {"regex": "["}, {"regex": "a", "choice": ["a"]}, {"choice": [1]}),
+    **{"guided_json": ("{",), "guided_grammar": ("start: x", "root ::= ((", "(\n" * 10**5)},
+    **{"guided_regex": (5, "a" * 1001), "request_id": ("",), "truncate_prompt_tokens": (0,)},
     "stop": (["a"] * 5, ["a" * 1025], ""),
     "logit_bias": ({"a": 1}, {"896": 1}, {"5": 101}),
     "stream_options": ({"include_usage": 1},),
@@ -49,6 +54,7 @@ OWN = {
         ),
         **{"previous_response_id": ("resp_1",), "max_output_tokens": (0,), "background": (True,)},
         **{"tools": ([{"type": "web_search"}],), "tool_choice": ("required",)},
+        **{"include": (["message.output_text.logprobs"], ["x"]), "reasoning": ({"effort": "low"},)},
         **{"top_logprobs": (1,), "stream_options": ({"include_usage": True},)},
     },
     "/detokenize": {"tokens": ([896],)},
@@ -56,7 +62,7 @@ OWN = {
     "/v1/audit": {"response": ({"object": "nothing"},)},
 }
 TABLES = [*OWN.items(), (CHAT, OF_TEXT), (CHAT, OF_TOKENS), (COMPLETIONS, OF_TEXT)]
-TABLES += [(COMPLETIONS, OF_TOKENS), (RESPONSES, OF_TEXT)]
+TABLES += [(COMPLETIONS, OF_TOKENS), (RESPONSES, {**OF_TEXT, "store": (1,)})]
 BAD = [(p, f, value) for p, table in TABLES for f, values in table.items() for value in values]
 NEEDED = {
     CHAT: {"messages": MESSAGES},
@@ -122,6 +128,115 @@ def test_millions_of_faults(served, kind):
     json.loads(content)
     reading = time.thread_time() - began
     assert reading / 4 < took < max(1.0, 8 * reading)
+
+
+def chat(**own):
+    return CHAT, {"messages": MESSAGES, **own}
+
+
+def said(**own):
+    return chat(messages=[*MESSAGES, {"role": "user", **own}])
+
+
+# Message, param and code: what programs read, and who wrote the request.
+TOO_LONG = r"This model's maximum context length is 2048 tokens\. "
+TOLD = {
+    "an image": (
+        said(content=[{"type": "text", "text": "a"}, IMAGE]),
+        r"messages\.1\.content\.1: image_url is not served, text, input_text or output_text is$",
+        "unsupported_value",
+    ),
+    "no content": (
+        said(content=5),
+        r"messages\.1\.content: 5 is not allowed: it should be a valid string or a valid list$",
+        "invalid_type",
+    ),
+    "no part": (
+        said(content=[5]),
+        r"messages\.1\.content\.0: 5 is not allowed: it should be a valid object$",
+        "invalid_type",
+    ),
+    "a part without text": (
+        said(content=[{"type": "text"}]),
+        r"messages\.1\.content\.0\.text: Field required$",
+        "missing_required_parameter",
+    ),
+    "half a character": (said(content="abc \ud800"), r"messages='.ud800' is not", "invalid_value"),
+    "a role": (
+        said(role="wizard", content="x"),
+        r"messages\.1\.role: wizard is not served, dev",
+        None,
+    ),
+    "a format": (
+        chat(response_format={"type": "xml"}),
+        r"response_format: xml is not served, text or json_object or json_schema is$",
+        "unsupported_value",
+    ),
+    "a schema": (
+        chat(response_format={"type": "json_schema"}),
+        r"response_format\.json_schema: Field required$",
+        "missing_required_parameter",
+    ),
+    "a choice": (chat(tool_choice={"type": "x"}), "tool_choice: x is not served, function", None),
+    "stops": (chat(stop=["a"] * 5), "stop: List should have at most 4", "invalid_value"),
+    "a range": (
+        chat(temperature=3),
+        "temperature: 3 is not allowed: it should be less than or equal to 2$",
+        "invalid_value",
+    ),
+    "a field": (chat(foo=1), "foo: this field is not served$", "unsupported_parameter"),
+    "a prompt": (
+        (COMPLETIONS, {"prompt": ["a", 1]}),
+        r"prompt\.1: 1 is not allowed",
+        "invalid_type",
+    ),
+    "an item": (
+        (RESPONSES, {"input": [{"type": "x"}]}),
+        r"input\.0: x is not served, message",
+        None,
+    ),
+    "a long prompt": (
+        (COMPLETIONS, {"prompt": LONG}),
+        TOO_LONG + "prompt='3001 tokens' is not allowed",
+        "context_length_exceeded",
+    ),
+    "a longer one": (
+        (COMPLETIONS, {"prompt": LONG * 100}),
+        TOO_LONG + "prompt='600000 characters' is not allowed",
+        "context_length_exceeded",
+    ),
+    "a long answer": (
+        chat(max_completion_tokens=4000),
+        TOO_LONG
+        + r"max_completion_tokens=4000 is not allowed: at most \d+ after \d+ prompt tokens",
+        "context_length_exceeded",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_what_is_told(served, kind):
+    """The place, what stands there and what may; no names of types that a client cannot know."""
+    (path, own), message, code = TOLD[kind]
+    content = json.dumps({"model": MODEL, **own})
+    found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
+    error = found.json()["error"]
+    assert found.status_code == 400 and re.match(message, error["message"]), error
+    assert error["code"] == (code or "unsupported_value")
+    assert re.search(rf"\b{error['param']}\b", message) and error["param"] in own
+    assert not re.search(r"list\[|instance|Input|Text|\bstr\b|function-", error["message"])
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain"])
+def test_the_content_type_is_told(served, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    content = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 1})
+    found = httpx.post(f"{served.url}{CHAT}", content=content, headers=headers)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"].startswith(
+        f"Content-Type: '{kind or ''}' is not served"
+    )
+    assert httpx.post(f"{served.url}{CHAT}", content=content, headers=JSON).status_code == 200
 
 
 def test_null_is_as_if_it_were_not_there(served):

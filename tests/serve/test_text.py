@@ -262,6 +262,7 @@ def test_metrics(served):
     assert grown.pop("tinyspec:canonical_passes_total") > 0
     for name, count in {
         **{"vllm:generation_tokens_total": 10, "vllm:prompt_tokens_total": 2 * 7},
+        **{"vllm:prefix_cache_queries_total": 2 * 7},
         **{"vllm:e2e_request_latency_seconds_count": 2, "vllm:num_requests_running": 0},
         "vllm:time_to_first_token_seconds_count": 1,
         f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}': 2,
@@ -350,6 +351,14 @@ def test_the_client_of_responses(client):
     cut = client.responses.create(**ONE, input="Tell me a story.", max_output_tokens=3)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.usage.output_tokens == 3
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
-        client.responses.create(**ONE, input="x", tools=[tool])
+    same = {
+        "store": True,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": None},
+    }
+    again = client.responses.create(
+        **ONE, **same, input="Tell me a story.", instructions="Be brief."
+    )
+    assert again.output_text == first.output_text and again.store is False
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**ONE, input="x", previous_response_id=first.id)

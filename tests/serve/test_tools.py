@@ -90,6 +90,74 @@ def test_a_conversation_with_calls(client):
     assert without.usage.prompt_tokens < found.usage.prompt_tokens
 
 
+def flat(tool):
+    """As responses have it, and agents send it."""
+    return {"type": "function", **tool["function"]}
+
+
+def without_ids(items):
+    own = {"id", "call_id", "parsed_arguments"}
+    return [item.model_dump(exclude={*own, "content"}) for item in items]
+
+
+@pytest.mark.parametrize("choice", ["required", "get_time", "auto"])
+def test_responses(server, client, choice):
+    """The calls of a chat, whole and streamed; and the answer to a call makes a chat's prompt."""
+    named = {"type": "function", "function": {"name": "get_time"}}
+    own = {"seed": 2, "return_token_ids": True}
+    tools = [{**tool, "function": {**tool["function"], "strict": False}} for tool in ASKED["tools"]]
+    asked = {"model": MODEL, "tools": [*map(flat, tools)], "extra_body": own}
+    asked["tool_choice"] = {"type": "function", "name": choice} if choice in str(named) else choice
+    asked |= {"max_output_tokens": 60 if choice == "auto" else None}
+    found = client.responses.create(**asked, input=MESSAGES)
+    chat = {
+        **ASKED,
+        "tools": tools,
+        "tool_choice": named if choice == "get_time" else choice,
+        "extra_body": own,
+    }
+    whole = client.chat.completions.create(**chat, max_tokens=asked["max_output_tokens"])
+    told = whole.choices[0].message
+    assert found.token_ids == whole.choices[0].token_ids
+    calls = [item for item in found.output if item.type == "function_call"]
+    assert [(call.name, call.arguments) for call in calls] == [
+        (call.function.name, call.function.arguments) for call in told.tool_calls or ()
+    ]
+    assert found.output_text == (told.content or "") and bool(calls) == (choice != "auto")
+    assert found.tools[0].name == "get_weather" and len(found.output) == 1
+    request = {**asked, **own, "input": MESSAGES}
+    del request["extra_body"]
+    audited = {"request": request, "response": found.model_dump(by_alias=True)}
+    assert server.post_raw("/v1/audit", audited).json()["verdict"] == "same"
+
+    events = list(client.responses.create(**asked, input=MESSAGES, stream=True))
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert without_ids(events[-1].response.output) == without_ids(found.output)
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output
+    for call in (item for item in done if item.type == "function_call"):
+        deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
+        assert "".join(e.delta for e in deltas if e.item_id == call.id) == call.arguments
+    if found.status == "completed":
+        with client.responses.stream(**asked, input=MESSAGES) as stream:
+            final = [event for event in stream][-1].response
+        assert without_ids(final.output) == without_ids(found.output)
+        assert final.output_text == found.output_text == events[-1].response.output_text
+
+    if calls:
+        result = {"type": "function_call_output", "call_id": calls[0].call_id, "output": "21"}
+        turns = [*MESSAGES, *found.output, result]
+        asked |= {"tool_choice": "auto", "max_output_tokens": 1}
+        again = client.responses.create(**asked, input=turns)
+        chat["tool_choice"], answer = (
+            "auto",
+            {"role": "tool", "tool_call_id": told.tool_calls[0].id},
+        )
+        turns = [*MESSAGES, told, {**answer, "content": "21"}]
+        same = client.chat.completions.create(**chat | {"messages": turns}, max_tokens=1)
+        assert again.prompt_token_ids == same.prompt_token_ids
+
+
 def test_the_client_parses_them(client):
     class Zone(BaseModel):
         name: Literal["UTC", "CET"]

@@ -53,9 +53,9 @@ def wait_until(done):
 
 
 @contextmanager
-def running(engine, limits=None, model=MODEL, api_key=None, bounds=BOUNDS, **settings):
+def running(engine, limits=None, model=MODEL, api_key=None, bounds=BOUNDS, origins=(), **settings):
     shared = AsyncEngine(engine, **limits or {})
-    app = create_app(Server(shared, model, **settings), api_key, bounds)
+    app = create_app(Server(shared, model, **settings), api_key, bounds, origins)
     kept = {"timeout_keep_alive": KEEP_ALIVE}
     config = uvicorn.Config(app, port=0, http="h11", log_level="error", **kept)
     server = uvicorn.Server(config)

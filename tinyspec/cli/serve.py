@@ -27,6 +27,7 @@ def add_serve(parser: ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
     add("--port", type=int, default=8000, help="default: %(default)s")
     add("--api-key", metavar="KEY", help="what clients must send (default: TINYSPEC_API_KEY)")
+    add("--allowed-origins", nargs="+", default=[], metavar="URL", help="of pages, or *")
     add("--served-model-name", metavar="NAME", help="default: as --model")
     add("--deterministic", action="store_true", help="requests that do not say are deterministic")
     add("--warm-up", action="store_true", help="prove all passes before the first request")
@@ -63,7 +64,7 @@ def serve(options: Namespace) -> int:
         served = AsyncEngine(engine, **limits, stream_interval=options.stream_interval)
         server = Server(served, name, options.deterministic, options.timeout)
         settings = uvicorn.Config(
-            create_app(server, key),
+            create_app(server, key, origins=options.allowed_origins),
             host=options.host,
             port=options.port,
             http="h11",

@@ -15,22 +15,24 @@ from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
+from importlib import metadata
 from itertools import chain, zip_longest
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tinyspec.engine.async_engine import AsyncEngine, checked_timeout
-from tinyspec.engine.prompts import to_token_ids
+from tinyspec.engine.prompts import continuation_ids, to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
 from tinyspec.runner.processors import GAVE_UP
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.serve import protocol, replies
+from tinyspec.serve import protocol, replies, responses
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Failure, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
 from tinyspec.serve.page import last_verifies, page
@@ -47,7 +49,7 @@ NEVER |= {"prompt_tokens_details", "input_tokens_details"}
 REPLIES: dict[Any, type[replies.Reply]] = {
     protocol.ChatRequest: replies.ChatReply,
     protocol.CompletionRequest: replies.CompletionReply,
-    protocol.ResponsesRequest: replies.ResponsesReply,
+    responses.ResponsesRequest: replies.ResponsesReply,
 }
 # What the OpenAPI document says of answers besides JSON with status 200.
 Described = dict[int | str, dict[str, Any]]
@@ -143,6 +145,7 @@ class Server:
         self.latest: deque[tuple[str, str]] = deque(maxlen=1000)
         self.card = {"id": self.model, "object": "model", "created": int(time.time())}
         self.card |= {"owned_by": "tinyspec", "max_model_len": most}
+        self.card |= {"root": self.model, "parent": None, "permission": []}
 
     def check_model(self, name: str | None) -> None:
         """Raises ValueError for another model than the one that is served."""
@@ -165,7 +168,9 @@ class Server:
         prompts = body.prompts()
         sizes = [characters(prompt) for prompt in prompts]
         if max(sizes) > self._most_characters:
-            allowed = f"at most {self._most_characters}: max_model_len of the longest tokens"
+            allowed = (
+                f"at most {self._most_characters} (max_model_len={self.card['max_model_len']})"
+            )
             raise refuse("prompt", f"{max(sizes)} characters", allowed)
         return await self.by_tokenizer(lambda t: [to_token_ids(p, t) for p in prompts], sum(sizes))
 
@@ -189,7 +194,7 @@ class Server:
         Raises ValueError."""
         began = time.monotonic()
         self.check_model(body.model)
-        prompts = await self.token_ids(body)
+        prompts = [ids[-body.truncate_prompt_tokens :] for ids in await self.token_ids(body)]
         read, given = wanted_calls(body, self.tokenizer, prompts)
         wanted = body.deterministic
         given["deterministic"] = self.deterministic if wanted is None else wanted
@@ -197,6 +202,9 @@ class Server:
             seed = None
         else:  # as large as any client can read
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
+        if words := getattr(body, "bad_words", ()):  # at the beginning of a text, and behind others
+            texts = {text: None for word in words for text in (word, f" {word.lstrip()}")}
+            given["bad_words_ids"] = [continuation_ids(text, self.tokenizer) for text in texts]
         params = body.params(**given)
         about = (body, prompts, self.tokenizer, self.fingerprint)
         reply = REPLIES[type(body)](*about, partial(read, params=params), seed, began)
@@ -225,7 +233,7 @@ class Server:
         self.latest.append((reply.reply_id, found[0].request_id))
         for event in found:
             self._note(event)
-        self.metrics.answered(reply.began, reply.prompts)
+        self.metrics.answered(reply.began, reply.prompts, reply.body.completions)
         return AsciiJSON(reply.whole(found))
 
     @while_connected
@@ -296,17 +304,21 @@ class Server:
                     event = await anext(events, None)
             for chunk in reply.end():
                 yield chunk
-            self.metrics.answered(reply.began, reply.prompts)
+            self.metrics.answered(reply.began, reply.prompts, reply.body.completions)
         except Exception as error:
             yield reply.failed(failure(error, reply.body)[1])
 
 
 def create_app(
-    server: Server, api_key: str | None = None, bounds: tuple[int, float] = BOUNDS
+    server: Server, api_key: str | None = None, bounds: Any = BOUNDS, origins: Any = ()
 ) -> FastAPI:
-    """The application for one server. api_key, bounds: as ``Guard`` has them."""
+    """The application for one server. api_key, bounds: as ``Guard`` has them. origins: of pages
+    that may ask in a browser, or "*"."""
     app = FastAPI(title="tinyspec", default_response_class=AsciiJSON, responses=FAILURES)
     app.add_middleware(Guard, api_key=api_key, bounds=bounds)
+    if origins:
+        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
     engine = server.engine.engine
     facts = {"key": api_key, "chat": engine.tokenizer.chat_template, "trace": engine.config.trace}
     shown = page(facts)
@@ -324,7 +336,7 @@ def create_app(
         return await server.answer(body, http)
 
     @app.post("/v1/responses", responses=STREAMS)
-    async def responses(body: protocol.ResponsesRequest, http: Request) -> Response:
+    async def response(body: responses.ResponsesRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
     for name in ("/v1/audit", "/tokenize", "/detokenize"):
@@ -342,6 +354,17 @@ def create_app(
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         return Response(status_code=200 if server.engine.alive else 503)
+
+    app.head("/health", include_in_schema=False)(health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(health)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("tinyspec")}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": len(server.engine.engine.tracker.requests) + server.engine.waiting}
 
     @app.get("/metrics", response_class=Response, responses=PAGE)
     async def metrics() -> Response:

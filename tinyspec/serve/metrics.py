@@ -27,6 +27,7 @@ class Metrics(Collector):
         self.first_token = self._seconds("vllm:time_to_first_token_seconds")
         self.between_tokens = self._seconds("vllm:inter_token_latency_seconds")
         self._prompts = self._count("vllm:prompt_tokens").labels(model)
+        self._queries = self._count("vllm:prefix_cache_queries").labels(model)
         self._generated = self._count("vllm:generation_tokens").labels(model)
         self._ended = self._count("vllm:request_success", "finished_reason")
 
@@ -43,10 +44,11 @@ class Metrics(Collector):
         if event.finish_reason is not None:
             self._ended.labels(self._model, event.finish_reason).inc()
 
-    def answered(self, began: float, prompts: list[list[int]]) -> None:
-        """A request has its answer; it ``began`` then."""
+    def answered(self, began: float, prompts: list[list[int]], completions: int) -> None:
+        """A request has its answer, so many ``completions`` of each prompt; it ``began`` then."""
         self._latency.observe(time.monotonic() - began)
-        self._prompts.inc(sum(map(len, prompts)))
+        self._prompts.inc(count := sum(map(len, prompts)))
+        self._queries.inc(count * completions)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

@@ -11,7 +11,7 @@ from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from openai.types import chat, responses, shared_params
+from openai.types import chat, shared_params
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,13 +24,29 @@ from pydantic import (
 )
 
 from tinyspec.errors import refuse
-from tinyspec.sampling_params import SamplingParams
-from tinyspec.serve.schemas import laid_out
+from tinyspec.sampling_params import STRUCTURES, SamplingParams
+from tinyspec.serve.schemas import form_of, structured
 
 T = TypeVar("T")
 # Completions that one request may ask for, of all its prompts.
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
+# Fields that are none here, with values as if they were not there: what the documents of OpenAI and
+# vLLM call their defaults.
+TRUE = "skip_special_tokens spaces_between_special_tokens detokenize include_reasoning"
+FALSE = "use_beam_search early_stopping return_tokens_as_token_ids echo"
+EMPTY = "logits_processors functions annotations documents mm_processor_kwargs vllm_xargs"
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(TRUE.split(), (True,)) | dict.fromkeys(FALSE.split(), (False,)),
+    **dict.fromkeys(EMPTY.split(), ([], {})) | {"best_of": (1,), "length_penalty": (1.0,)},
+    **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)) | {"suffix": ("",)},
+    **{"function_call": ("auto", "none"), "reasoning": ({}, {"effort": "medium"})},
+    **{"prompt_cache_retention": ("in_memory", "24h"), "modalities": (["text"],)},
+}
+# Fields that say what a text is to be like; the latter are what vLLM called these before.
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FORMS = ("response_format", "structured_outputs", *GUIDED)
+INNER = ("function", "json_schema", "reasoning", "structured_outputs")
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 # Of millions of bad elements the first is told: to gather them all takes a minute and gigabytes.
@@ -45,35 +61,28 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**64)]
 
 
-def known(data: Any, inner: tuple[str, ...] = ("function", "json_schema")) -> Any:
-    """An object without null, which is as if a field were not there, and with one field more than
-    any may have: of millions that are too many this one is enough. inner: objects in it that are
-    treated alike."""
+def known(data: Any, inner: tuple[str, ...] = INNER) -> Any:
+    """An object without null and ``DEFAULTS``, which are as if a field were not there, and with one
+    field more than any may have: of millions that are too many this one is enough. inner: objects
+    in it that are treated alike."""
     if not isinstance(data, dict):
         return data
-    given = ((name, value) for name, value in data.items() if value is not None)
-    first = islice(given, MOST_FIELDS + 1)
-    return {name: known(value, ()) if name in inner else value for name, value in first}
+    none = DEFAULTS if inner else {}
+    pairs = ((n, known(value, ()) if n in inner else value) for n, value in data.items())
+    given = ((n, value) for n, value in pairs if value not in (None, *none.get(n, ())))
+    return dict(islice(given, MOST_FIELDS + 1))
 
 
-KNOWN = BeforeValidator(known)
+KNOWN, NO_NULLS = BeforeValidator(known), BeforeValidator(lambda data: known(data, ()))
 Tool = Annotated[chat.ChatCompletionFunctionToolParam, KNOWN]
 NamedTool = Annotated[chat.ChatCompletionNamedToolChoiceParam, KNOWN]
 AllowedTools = Annotated[chat.ChatCompletionAllowedToolChoiceParam, KNOWN]
 PlainFormat = shared_params.ResponseFormatText | shared_params.ResponseFormatJSONObject
 
 
-def schema_of(given: Any) -> dict[str, Any] | None:
-    """What a response_format wants the text to fit; None where it may be any."""
-    if given["type"] == "text":
-        return None
-    return laid_out(given.get("json_schema", given).get("schema", {"type": "object"}))
-
-
 ResponseFormat = Annotated[
-    PlainFormat | shared_params.ResponseFormatJSONSchema, KNOWN, AfterValidator(schema_of)
+    PlainFormat | shared_params.ResponseFormatJSONSchema, KNOWN, AfterValidator(form_of)
 ]
-TextFormat = Annotated[PlainFormat | responses.ResponseFormatTextJSONSchemaConfigParam, KNOWN]
 
 
 class Strict(BaseModel):
@@ -89,8 +98,12 @@ class Strict(BaseModel):
 
     def api_name(self, name: str) -> str:
         """What the API calls a field."""
-        of_prompt = dict.fromkeys(("prompt", "messages", "content"), self.prompt_field)
-        name = {**of_prompt, "grammar": "tools"}.get(name, name)
+        own = dict.fromkeys(("prompt", "messages", "content"), self.prompt_field)
+        own |= {"grammar": "tools", "json_schema": "text", "bad_words_ids": "bad_words"}
+        own |= {way: form for form in FORMS if form in self.model_fields_set for way in STRUCTURES}
+        if "max_completion_tokens" in self.model_fields_set:
+            own["max_new_tokens"] = "max_completion_tokens"
+        name = own.get(name, name)
         field = type(self).model_fields.get(name)
         return str((field and field.alias) or name)
 
@@ -117,7 +130,7 @@ class TextRequest(Strict):
     presence_penalty: Penalty = 0.0
     seed: Seed | None = None
 
-    metadata: Annotated[dict[str, str], Field(max_length=16), KNOWN] = {}
+    metadata: Annotated[dict[str, str], Field(max_length=16), NO_NULLS] = {}
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] = "default"
@@ -130,9 +143,26 @@ class TextRequest(Strict):
     min_p: float = Field(0.0, ge=0, le=1)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    request_id: str | None = Field(None, min_length=1, max_length=256)
     return_token_ids: bool = False
     stop_token_ids: FastList[TokenId] = []
-    top_k: int = Field(0, ge=0)
+    structured_outputs: Annotated[dict[str, Any], AfterValidator(structured)] = {}
+    guided_json: Annotated[Any, AfterValidator(lambda form: structured({"json": form}))] = {}
+    guided_regex: Annotated[Any, AfterValidator(lambda form: structured({"regex": form}))] = {}
+    guided_choice: Annotated[Any, AfterValidator(lambda form: structured({"choice": form}))] = {}
+    guided_grammar: Annotated[Any, AfterValidator(lambda form: structured({"grammar": form}))] = {}
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] = 0
+    truncate_prompt_tokens: int = Field(0, ge=1)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The parameter that says what the text must be like; none where it may be any."""
+        given = {name: form for name in FORMS if (form := getattr(self, name, None))}
+        if len(given) > 1:
+            raise refuse(max(given), "...", f"left out beside {min(given)}")
+        return next(iter(given.values()), {})
+
+    json_schema = property(lambda self: self.form.get("json_schema"))
 
     @property
     def completions(self) -> int:
@@ -144,7 +174,9 @@ class TextRequest(Strict):
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refuse("stream_options", "...", "none without stream=true")
         own = {name: value for name, value in self if name in SAMPLING}
-        own = {name: value for name, value in own.items() if value is not None}
+        own = {name: value for name, value in own.items() if value is not None} | self.form
+        if "grammar" in own.keys() & given.keys():
+            raise refuse("grammar", "...", "left out where calls are forced")
         return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
 
 
@@ -157,15 +189,19 @@ class TokenRequest(TextRequest):
         [], alias="stop"
     )
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_FIELDS), KNOWN] = {}
+    response_format: ResponseFormat | None = None
+    bad_words: Annotated[FastList[StopString], Field(max_length=MOST_FIELDS)] = []
+    include_stop_str: bool = Field(False, alias="include_stop_str_in_output")
 
 
 class CompletionRequest(TokenRequest):
     """Of ``/v1/completions``."""
 
     prompt: str | FastList[int] | FastList[str] | FastList[FastList[int]]
-    max_new_tokens: int = Field(16, ge=1, alias="max_tokens")
+    max_new_tokens: int = Field(16, ge=0, alias="max_tokens")
     echo: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=5, alias="logprobs")
+    add_special_tokens: Literal[True] = True
 
     def prompts(self) -> list[Any]:
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
@@ -176,8 +212,11 @@ class CompletionRequest(TokenRequest):
         return prompts
 
     def params(self, **given: Any) -> SamplingParams:
-        wanted = self.top_logprobs is not None
-        return super().params(logprobs=wanted, prompt_logprobs=wanted and self.echo, **given)
+        wanted, most = self.top_logprobs is not None, self.max_new_tokens
+        if not (most or self.echo):
+            raise refuse("max_new_tokens", most, "at least 1 without echo")
+        given |= {"max_new_tokens": max(most, 1), "prompt_logprobs": wanted and self.echo}
+        return super().params(logprobs=wanted, **given)
 
 
 class TextPart(Strict):
@@ -191,13 +230,14 @@ class TextPart(Strict):
 
 class FunctionCall(Strict):
     name: str
-    arguments: Json[dict[str, Any]]
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
 
 
 class ToolCall(Strict):
     type: Literal["function"] = "function"
     id: str
     function: FunctionCall
+    index: int | None = Field(None, exclude=True)  # of a chunk
 
 
 class TextMessage(Strict):
@@ -232,10 +272,15 @@ class ToolRequest(Strict):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     def chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The prompt, as the engine takes it."""
-        chat = {"messages": messages, "chat_template_kwargs": self.chat_template_kwargs}
+        goes_on, begins = self.continue_final_message, self.add_generation_prompt
+        own = {"add_generation_prompt": not goes_on if begins is None else begins}
+        own |= {"continue_final_message": goes_on, **self.chat_template_kwargs}
+        chat = {"messages": messages, "chat_template_kwargs": own}
         if self.tools and self.tool_choice != "none":
             chat["tools"] = self.tools
         return chat
@@ -250,7 +295,7 @@ class ChatRequest(TokenRequest, ToolRequest):
     max_completion_tokens: int | None = Field(None, ge=1)  # the same; clients may give both
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    json_schema: ResponseFormat | None = Field(None, alias="response_format")
+    add_special_tokens: Literal[False] = False
 
     def prompts(self) -> list[Any]:
         return [self.chat([message.plain() for message in self.messages])]
@@ -262,47 +307,6 @@ class ChatRequest(TokenRequest, ToolRequest):
         if self.max_new_tokens not in (None, most):
             raise refuse("max_completion_tokens", most, f"max_tokens={self.max_new_tokens}")
         return super().params(**given)
-
-
-class InputMessage(TextMessage):
-    """A message among the input of ``/v1/responses``; id, status: of an answer of before."""
-
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-
-
-class ResponsesText(Strict):
-    format: TextFormat = {"type": "text"}
-    verbosity: Literal["medium"] = "medium"
-
-
-class ResponsesRequest(TextRequest):
-    """Of ``/v1/responses``: text alone."""
-
-    prompt_field = "input"
-    input: str | Objects[InputMessage]
-    instructions: str | None = None
-    max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
-    json_schema: ResponsesText = Field(ResponsesText(), alias="text")
-    tools: list[Any] = Field([], max_length=0)
-    tool_choice: Literal["auto"] = "auto"
-    parallel_tool_calls: Literal[True] = True
-    top_logprobs: Literal[0] = 0
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-
-    def prompts(self) -> list[Any]:
-        given, first = self.input, self.instructions
-        told = [{"role": "system", "content": first}] if first is not None else []
-        if isinstance(given, str):
-            told.append({"role": "user", "content": given})
-        else:
-            told += [message.plain() for message in given]
-        return [{"messages": told}]
-
-    def params(self, **given: Any) -> SamplingParams:
-        return super().params(json_schema=schema_of(self.json_schema.format), **given)
 
 
 class Tokenize(ToolRequest):

@@ -9,10 +9,11 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
+from tinyspec.serve.protocol import FORMS
 from tinyspec.serve.reading import Reading
 from tinyspec.text.decoding import INCOMPLETE, bytes_of
 from tinyspec.text.stream import TextStream
@@ -22,8 +23,9 @@ LEAST_LOGPROB = -9999.0
 # What completions say of a token.
 OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 # What of the request its response does not repeat, and what all responses here have.
-NOT_REPEATED = {"input", "stream", "stream_options"}
+NOT_REPEATED = {"input", "stream", "stream_options", *FORMS}
 NOTHING = dict.fromkeys(("max_tool_calls", "previous_response_id", "reasoning"))
+UNKNOWN = dict.fromkeys(("parameters", "strict"))
 THOUGHT = {"output_tokens_details": {"reasoning_tokens": 0}}
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
@@ -45,6 +47,11 @@ def events_of(outputs: Iterable[RequestOutput]) -> list[StreamEvent]:
 def sse(data: Any) -> str:
     """One event of a stream; ASCII, so that any string can be sent."""
     return f"data: {json.dumps(data)}\n\n"
+
+
+def flat(tool: Any) -> Any:
+    """A tool, or the choice of one, as responses have it."""
+    return tool if isinstance(tool, str) else {"type": "function", **tool["function"]}
 
 
 def share(logprob: float | None) -> float | None:
@@ -89,7 +96,8 @@ class Reply:
     _choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.reply_id, self.created = f"{self.prefix}_{uuid.uuid4().hex}", int(time.time())
+        own = self.body.request_id or uuid.uuid4().hex
+        self.reply_id, self.created = f"{self.prefix}_{own}", int(time.time())
 
     def note(self, event: StreamEvent) -> tuple[Choice, dict[str, Any]]:
         """Count an event; what was said of its completion, and what is said at every endpoint."""
@@ -158,6 +166,10 @@ class CompletionReply(Reply):
     prefix = "cmpl"
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
+        if not self.body.max_new_tokens:
+            none: Any = {"token_ids": [], "text": "", "top_logprobs": None, "stop_reason": None}
+            none |= {"logprobs": event.logprobs and [], "finish_reason": "length"}
+            event = replace(event, **none)
         choice, own = self.note(event)
         own |= {"text": event.text or "", "logprobs": None}
         rows: list[tuple[Any, ...]] = []
@@ -167,7 +179,8 @@ class CompletionReply(Reply):
                 own["prompt_token_ids"] = prompt
             if self.body.echo:
                 sent, decoded = self.body.prompts()[event.prompt], self.tokenizer.decode(prompt)
-                echo = sent if isinstance(sent, str) else decoded
+                cut_off = self.body.truncate_prompt_tokens or not isinstance(sent, str)
+                echo = decoded if cut_off else sent
                 # What the tokenizer puts in front is no part of what was sent.
                 cut = len(decoded) - len(echo) if decoded.endswith(echo) else 0
                 own["text"] = echo + own["text"]
@@ -247,8 +260,8 @@ class ChatReply(Reply):
 
 
 class ResponsesReply(Reply):
-    """Of ``/v1/responses``: one message, and the events by which it grows. An answer that is not
-    streamed is what the events would have built."""
+    """Of ``/v1/responses``: one message, where there is text or no call, then the calls; and the
+    events by which they grow. An answer that is not streamed is what these would have built."""
 
     kind, prefix = "response", "resp"
     counted = ("input_tokens", "output_tokens")
@@ -256,6 +269,7 @@ class ResponsesReply(Reply):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._text, self._tokens, self._number = "", list[int](), 0
+        self._opened, self._calls = False, list[dict[str, Any]]()
         self._status, self._message = "in_progress", f"msg_{self.reply_id}"
         self._error: dict[str, Any] | None = None
 
@@ -280,6 +294,8 @@ class ResponsesReply(Reply):
         return {
             **NOTHING,
             **self.body.model_dump(exclude=NOT_REPEATED, by_alias=True),
+            "tools": [{**UNKNOWN, **flat(tool)} for tool in self.body.tools],
+            "tool_choice": flat(self.body.tool_choice),
             **(ids if self.body.return_token_ids else {}),
             **self._head(self.kind),
             "error": self._error,
@@ -287,7 +303,7 @@ class ResponsesReply(Reply):
             "completed_at": int(time.time()) if ended else None,
             "status": self._status,
             "incomplete_details": cut,
-            "output": [self._item([self._part])] if ended else [],
+            "output": ([self._item([self._part])] * self._opened + self._calls) * ended,
             "usage": {**self.usage, **THOUGHT} if ended else None,
         }
 
@@ -299,22 +315,40 @@ class ResponsesReply(Reply):
 
     def chunks(self, event: StreamEvent) -> Iterator[str]:
         (choice, _), place = self.note(event), {"output_index": 0}
-        part = {**place, "content_index": 0, "item_id": self._message}
+        _, text, calls = choice.text.told(event)
+        ended, part = event.finish_reason, {**place, "content_index": 0, "item_id": self._message}
         if not choice.begun:
             choice.begun = True
             yield self._event("created", response=self._response())
             yield self._event("in_progress", response=self._response())
+        self._tokens += event.token_ids
+        for call in calls:
+            about = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "completed"}
+            self._calls.append({**about, "call_id": call["id"], **call["function"]})
+        if not self._opened and (text or (ended and not self._calls)):
+            self._opened = True
             yield self._event("output_item.added", **place, item=self._item([]))
             yield self._event("content_part.added", **part, part=self._part)
-        self._tokens += event.token_ids
-        if event.text:
-            self._text += event.text
-            yield self._event("output_text.delta", **part, delta=event.text, logprobs=[])
-        if event.finish_reason is not None:
-            self._status = "completed" if event.finish_reason == "stop" else "incomplete"
+        if text:
+            self._text += text
+            yield self._event("output_text.delta", **part, delta=text, logprobs=[])
+        if ended:
+            self._status = "completed" if ended == "stop" else "incomplete"
+            yield from self._ended(part)
+
+    def _ended(self, part: dict[str, Any]) -> Iterator[str]:
+        """The end of the message, and the calls."""
+        if self._opened:
             yield self._event("output_text.done", **part, text=self._text, logprobs=[])
             yield self._event("content_part.done", **part, part=self._part)
-            yield self._event("output_item.done", **place, item=self._item([self._part]))
+            yield self._event("output_item.done", output_index=0, item=self._item([self._part]))
+        for number, call in enumerate(self._calls, int(self._opened)):
+            about, text = {"item_id": call["id"], "output_index": number}, call["arguments"]
+            begun = {**call, "arguments": "", "status": "in_progress"}
+            yield self._event("output_item.added", output_index=number, item=begun)
+            yield self._event("function_call_arguments.delta", **about, delta=text)
+            yield self._event("function_call_arguments.done", **about, arguments=text)
+            yield self._event("output_item.done", output_index=number, item=call)
 
     def end(self) -> Iterator[str]:
         yield self._event(self._status, response=self._response())

@@ -1,4 +1,4 @@
-"""JSON schemas of requests: which patterns one may have.
+"""What the text of a request is to be like: by which parameter, and which patterns it may have.
 
 A pattern is read by automata that grow with what is repeated within repetitions, for minutes and
 gigabytes; everybody's passes wait for them.
@@ -6,7 +6,9 @@ gigabytes; everybody's passes wait for them.
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from tinyspec.errors import refuse
@@ -44,6 +46,32 @@ def moved(schema: Any, place: str) -> Any:
     if isinstance(reference := found.get("$ref"), str) and reference.startswith("#"):
         found["$ref"] = place.rstrip("/") + reference[1:]
     return found
+
+
+def form_of(given: Any) -> dict[str, Any]:
+    """The parameter for the text that a response_format wants; none where it may be any."""
+    if given["type"] == "text":
+        return {}
+    schema = given.get("json_schema", given).get("schema", {"type": "object"})
+    return {"json_schema": laid_out(schema)}
+
+
+def structured(given: dict[str, Any]) -> dict[str, Any]:
+    """That for vLLM's structured_outputs. Raises ValueError."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    with suppress(GbnfToLarkError, RecursionError):
+        match [*given.items()]:
+            case [("json", dict() | str() as schema)]:
+                schema = json.loads(schema) if isinstance(schema, str) else schema
+                return {"json_schema": laid_out(schema)}
+            case [("choice", [str(), *_] as texts)] if all(isinstance(t, str) for t in texts):
+                return {"grammar": f"start: {' | '.join(map(json.dumps, texts))}"}
+            case [("regex" | "grammar" as name, str(text))]:
+                for line in text.splitlines():
+                    laid_out({"pattern": line})
+                return {name: any_to_lark(text) if name == "grammar" else text}
+    raise ValueError(f"{given!r:.200} is not allowed: one of json, regex, choice and grammar is")
 
 
 def repeated(pattern: str) -> int:
