@@ -208,3 +208,43 @@ def test_split_characters_have_their_bytes(client, engine):
         (one,) = choice.logprobs.content
         found += bytes(one.bytes)
     assert bytes(bytes_of(engine.tokenizer, n)[0] for n in prompt[1:]) + found == SMILE.encode()
+
+
+# Inputs that a review found
+
+
+@pytest.mark.parametrize("kind", STRIPPING)
+@pytest.mark.parametrize("prompt", [[1], [5, 2, 1, 2, 1]])
+@pytest.mark.parametrize("stop", ["the", "a", "he a"])
+def test_a_stop_string_behind_special_tokens(kind, prompt, stop):
+    """The text has no space there that the decoder with special tokens has: nothing of it shows."""
+    tokenizer = tokenizer_of(kind)
+    token_ids = spelled(tokenizer, " the a the")
+    params = SamplingParams(stop_strings=[stop], include_stop_str=False)
+    end = next(n for n in range(len(token_ids) + 1) if stop in decode(tokenizer, token_ids[:n]))
+    whole = text_of(tokenizer, prompt, token_ids[:end], PLAIN)
+    assert text_of(tokenizer, prompt, token_ids[:end], params) == whole[: whole.index(stop)]
+
+
+def test_bytes_that_are_no_character():
+    """However tokens are grouped; what ends a character of the prompt's takes none with it."""
+    tokenizer = tokenizer_of("pieces")
+    (the,) = spelled(tokenizer, " the")
+
+    def ids(*values):
+        return [3 + value for value in values]
+
+    for prompt, token_ids in (
+        ([1, the], ids(0x40, 0xC2, 0x39)),
+        ([1, the], [*ids(0x0A, 0xC2, 0x80, 0x80), the]),
+        ([1, the, *ids(0xF0, 0x9F)], [*ids(0x98, 0x80, 0x0A), the]),
+    ):
+        found = set()
+        for size in (1, 2, 3, 9):
+            stream = TextStream(tokenizer, PLAIN, prompt)
+            parts = [token_ids[n : n + size] for n in range(0, len(token_ids), size)]
+            pieces = [stream.push(part, last=part is parts[-1]) for part in parts]
+            found.add("".join(pieces))
+        assert found == {text_of(tokenizer, prompt, token_ids, PLAIN)}
+    assert found == {f"{SMILE}\n the"}
+    assert text_of(tokenizer, [1, the], ids(0x40, 0xC2, 0x39), PLAIN).startswith("@")

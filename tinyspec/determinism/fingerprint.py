@@ -63,7 +63,7 @@ NAMES = (
 )
 # And, for requests whose tokens depend on text:
 OF_TEXT = (
-    ("text/decoding.py", "", "INCOMPLETE MOST_BEFORE decode decode_behind added"),
+    ("text/decoding.py", "", "INCOMPLETE MOST_BEFORE decode decode_behind"),
     ("text/stop_strings.py", "", "FEW reach decoded first_stop"),
 )
 

@@ -22,19 +22,22 @@ def decode(tokenizer: Any, token_ids: list[int], special: bool = False) -> str:
 
 
 def decode_behind(
-    tokenizer: Any, before: list[int], token_ids: list[int], special: bool = False
+    tokenizer: Any,
+    before: list[int],
+    token_ids: list[int],
+    special: bool = False,
+    known: str | None = None,
 ) -> str:
-    """The text that ``token_ids`` add to that of ``before``, of which the last few count."""
+    """The text that ``token_ids`` add to that of ``before``, of which the last few count; known:
+    its text. A character that begins there and is complete now is added, one that stays incomplete
+    is not."""
     before = before[-MOST_BEFORE:]
-    known = decode(tokenizer, before, special)
-    return added(known, decode(tokenizer, [*before, *token_ids], special))
-
-
-def added(known: str, text: str) -> str:
-    """What ``text`` has behind the one that was ``known``. A character that begins in that and is
-    complete here is behind it, one that stays incomplete is not."""
+    known = decode(tokenizer, before, special) if known is None else known
+    text = decode(tokenizer, [*before, *token_ids], special)
     if text.startswith(known):
         return text[len(known) :]
+    if not known.endswith(INCOMPLETE):  # bytes of no character have taken others with them
+        return decode(tokenizer, token_ids, special)
     differing = (n for n, (a, b) in enumerate(zip(known, text, strict=False)) if a != b)
     return text[next(differing, len(text)) :]
 

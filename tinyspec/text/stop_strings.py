@@ -65,12 +65,13 @@ def hidden(
 def _shown(tokenizer: Any, token_ids: list[int], least: int, count: int) -> int:
     """How many of the last ``count`` letters, special tokens included and none of them of tokens
     before ``least``, are text without them."""
-    first, whole = len(token_ids), ""
+    first, whole, behind = len(token_ids), "", 0
     while first > least and len(whole) < count:
-        first -= 1
+        first, behind = first - 1, len(whole)
         whole = decode_behind(tokenizer, token_ids[:first][-FEW:], token_ids[first:], special=True)
     before, shown = (
         len(decode_behind(tokenizer, token_ids[:first][-FEW:], token_ids[first:end]))
         for end in (first + 1, len(token_ids))
     )
-    return shown - min(len(whole) - count, before)
+    # Counted from the first one's end: without special tokens its front may have no space.
+    return shown - max(0, before - max(0, count - behind))

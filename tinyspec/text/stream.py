@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.text.decoding import INCOMPLETE, MOST_BEFORE, added, decode
+from tinyspec.text.decoding import INCOMPLETE, MOST_BEFORE, decode, decode_behind
 from tinyspec.text.stop_strings import hidden
 
 # Tokens of a character, and those that are held back for one: more of them are none.
@@ -19,12 +19,13 @@ def text_of(
 ) -> str | None:
     """Of a completion of ``prompt`` with these ``params``: stop strings may be left out. None
     without a tokenizer."""
-    text = TextStream(tokenizer, params, prompt).push(token_ids, last=True)
-    if text and INCOMPLETE in text:  # bytes of a character that is none take others with them
-        stream = TextStream(tokenizer, params, prompt)
-        pieces = [stream.push([token], last=False) or "" for token in token_ids]
-        text = "".join(pieces) + (stream.push([], last=True) or "")
-    return text
+    if tokenizer is None:
+        return None
+    text, held = TextStream(tokenizer, None, prompt).push(token_ids, last=True) or "", 0
+    if params.hidden_stops:
+        before = prompt[-MOST_BEFORE:]
+        held = hidden(tokenizer, before + token_ids, len(before), params, last=True)
+    return text[: max(0, len(text) - held)]
 
 
 class TextStream:
@@ -55,23 +56,28 @@ class TextStream:
         held back and is no stop string."""
         if self._tokenizer is None:
             return None
-        self._piece += token_ids
-        piece, known = self._piece, self._known
-        text = self._decode(self._before + piece)
+        piece = [*self._piece, *token_ids]
+        text = self._added(piece)
+        if len(token_ids) > 1 and INCOMPLETE in text:  # bytes of none take others with them
+            pieces = [self.push([token], last=False) or "" for token in token_ids]
+            return "".join(pieces) + ((self.push([], last=True) or "") if last else "")
+        self._piece = piece
         if text.endswith(INCOMPLETE) and not last:
             if len(piece) < MOST_HELD:
                 return ""
             for end in range(-1, -MOST_BYTES, -1):  # the last whole character
                 piece = self._piece[:end]
-                text = self._decode(self._before + piece)
+                text = self._added(piece)
                 if not text.endswith(INCOMPLETE):
                     break
-        rest = self._piece[len(piece) :]
-        new = added(known, text)
-        self._before = piece if new else (self._before + piece)[:MOST_BEFORE]
+        rest, whole = self._piece[len(piece) :], self._before + piece
+        self._before = piece if text else whole[:MOST_BEFORE]
         self._known = self._decode(self._before)
+        if text and self._known.startswith(INCOMPLETE):  # it begins within a character
+            self._before = whole[-MOST_BEFORE:]
+            self._known = self._decode(self._before)
         self._tokens += piece
-        self._piece, text = rest, self._held + new
+        self._piece, text = rest, self._held + text
         params, held = self._params, 0
         if params is not None and params.hidden_stops:
             held = hidden(self._tokenizer, self._tokens, self._num_before, params, last)
@@ -81,7 +87,11 @@ class TextStream:
 
     def peek(self, token: int) -> str:
         """What ``token`` would add, whole or not."""
-        return added(self._known, self._decode([*self._before, *self._piece, token]))
+        return self._added([*self._piece, token])
+
+    def _added(self, token_ids: list[int]) -> str:
+        given = self._tokenizer, self._before, token_ids, self._special, self._known
+        return decode_behind(*given)
 
     def _decode(self, token_ids: list[int]) -> str:
         return decode(self._tokenizer, token_ids, self._special)
