@@ -182,7 +182,7 @@ def test_what_is_asked_for_begins_behind_the_thought(thinking, monkeypatch, what
     client = saying(thinking, monkeypatch, f"<think>{thought}</think>\n\n{answer}")
     asked = {
         "strict": ASKED,
-        "one": ASKED | ONE | {"tools": [WEATHER, CLOCK]},
+        "one": ASKED | ONE,
         "format": {"model": MODEL, "messages": MESSAGES, "response_format": FORMAT},
         "forced": ASKED | {"tool_choice": "required"},
         "plain": {"model": MODEL, "messages": MESSAGES},
@@ -207,7 +207,9 @@ def test_a_thought_that_the_prompt_begins():
         tokenizer.convert_tokens_to_ids(["<think>", "</think>"]),
     )
     assert (thought.begin, thought.end) == (begin, end)
-    assert thought.is_open([1, begin, 5]) and not thought.is_open([1, begin, end, 5])
+    assert not thought.is_open([begin, 5])
+    (line,) = tokenizer("\n", add_special_tokens=False).input_ids
+    assert thought.is_open([1, begin, line]) and not thought.is_open([1, begin, end, line])
     assert thought.rule([begin]).count(str(begin)) == 0 < thought.rule([]).count(str(begin))
     tokenizer.chat_template = TEMPLATES["hermes"]
     assert Thought.of(tokenizer) is None
@@ -250,7 +252,7 @@ def test_references_hold_where_schemas_are_put_together():
         given = {"$defs": {"X": kind}, "type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}}
         return {**given, "required": ["x"], "additionalProperties": False}
 
-    functions = [{"name": name, "parameters": of({"const": name})} for name in "fg"]
+    functions = [{"name": name, "strict": True, "parameters": of({"const": name})} for name in "fg"]
     schema = LLAMA.or_call(of({"enum": [2, 3]}), functions)
     good = [{"x": 3}, *({"name": n, "parameters": {"x": n}} for n in "fg")]
     wrong = [{"x": "f"}, {"name": "f", "parameters": {"x": "g"}}, {"name": "h", "parameters": {}}]
@@ -263,3 +265,57 @@ def test_references_hold_where_schemas_are_put_together():
             o.completions[0].text for o in engine.generate([[n] for n in range(5, 15)], params)
         ]
         assert all(map(check.is_valid, map(json.loads, texts)))
+
+
+# What a review found
+
+
+def test_a_message_that_speaks_of_thoughts(thinking, monkeypatch):
+    """Is no thought that the prompt begins: the answer is content."""
+    client = saying(thinking, monkeypatch, "the a b")
+    messages = [{"role": "user", "content": "what does <think> mean?"}]
+    asked = {"model": MODEL, "messages": messages}
+    assert both(client, **asked)[0] == {"content": "the a b", "thought": "", "calls": []}
+    client = saying(thinking, monkeypatch, '{"ok": true}')
+    said, _ = both(client, **asked, response_format=FORMAT)
+    assert said == {"content": '{"ok": true}', "thought": "", "calls": []}
+
+
+@pytest.mark.parametrize("count", range(1, 14, 3))
+def test_an_answer_that_is_cut_beside_tools(server, monkeypatch, count):
+    """Is content, as far as it goes; one that begins as a call does, too."""
+    named = {"name": {"type": "string"}, "ok": {"type": "boolean"}}
+    form = {"type": "object", "properties": named, "required": ["name"]}
+    form |= {"additionalProperties": False}
+    asked = ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}
+    asked["response_format"]["json_schema"]["schema"] = form
+    text = '{"name": "zone", "ok": true}'
+    cut = server.engine.tokenizer(text, add_special_tokens=False).input_ids[:count]
+    said, _ = both(saying(server, monkeypatch, text), **asked | {"max_tokens": count})
+    assert said["calls"] == []
+    assert said["content"] == server.engine.tokenizer.decode(cut)
+
+
+def test_an_answer_that_any_call_fits(server, monkeypatch):
+    """Llama's calls are objects, too: beside strict tools it would let wrong ones through."""
+    asked = ASKED | {"response_format": {"type": "json_object"}}
+    client = saying(server, monkeypatch, call(server.form, WRONG))
+    if server.form is LLAMA:
+        with pytest.raises(openai.BadRequestError, match="additionalProperties"):
+            client.chat.completions.create(**asked)
+    else:
+        sound(both(client, **asked)[0]["calls"])
+
+
+@pytest.mark.parametrize("odd", [{"uniqueItems": True}, {"not": {}}, {"pattern": "(?=a)b"}])
+def test_one_call_of_lax_tools(server, monkeypatch, odd):
+    """``parallel_tool_calls: false`` asks for one, of whatever arguments: schemas that llguidance
+    does not read are the model's affair, unless they are strict."""
+    function = {"name": "get_time", "parameters": {"type": "object", "properties": {"zone": odd}}}
+    lax = {"type": "function", "function": function}
+    client = saying(server, monkeypatch, call(server.form, WRONG) * 2)
+    said, _ = both(client, **ASKED | ONE | {"tools": [lax]})
+    assert said["calls"] == [("get_time", '{"zone": "MARS", "hour": 3}')]
+    strict = {"type": "function", "function": {**function, "strict": True}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**ASKED | ONE | {"tools": [strict]})

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from tinyspec.outputs import StreamEvent
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.text.decoding import decode
 from tinyspec.text.stream import TextStream
 
 # Stand in a text for tokens that begin and end a call, or a thought: no text has these, no JSON.
@@ -34,26 +35,27 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class Thought:
-    """The tokens that begin and end what a model thinks before it answers."""
+    """The tokens that begin and end what a model thinks before it answers; of a tokenizer."""
 
     begin: int
     end: int
+    tokenizer: Any
 
     @classmethod
     def of(cls, tokenizer: Any) -> Thought | None:
         """Those of its chat template, where it has any."""
         known = getattr(tokenizer, "added_tokens_encoder", {})
         there = THINK_TOKENS[1] in str(getattr(tokenizer, "chat_template", None))
-        return (
-            cls(*map(known.__getitem__, THINK_TOKENS))
-            if there and known.keys() >= {*THINK_TOKENS}
-            else None
-        )
+        begin, end = map(known.get, THINK_TOKENS)
+        return None if not there or None in (begin, end) else cls(begin, end, tokenizer)
 
     def is_open(self, prompt: list[int]) -> bool:
-        """Whether a prompt ends within one."""
-        last = next((token for token in reversed(prompt) if token in (self.begin, self.end)), None)
-        return last == self.begin
+        """Whether a prompt ends with its beginning, but for white space: what a message says of
+        one is none."""
+        behind = next((n for n, token in enumerate(reversed(prompt)) if token == self.begin), None)
+        if behind is None:
+            return False
+        return not decode(self.tokenizer, prompt[len(prompt) - behind :], special=True).strip()
 
     def rule(self, prompt: list[int]) -> str:
         """A grammar's, for what is thought behind ``prompt``."""

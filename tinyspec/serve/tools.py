@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from tinyspec.errors import refuse
@@ -32,7 +32,7 @@ class ToolFormat:
     """before, behind: what a call's object stands between, but for white space. arguments: what
     they are called. tokens: those of the markup, with what stands in a text for them. first:
     whether a text is a call from its first letter on, or none; known: and follows a grammar, so
-    that what is cut is a call as well."""
+    that what is cut is a call as well; answers: or the beginning of an answer in its place."""
 
     before: str
     behind: str
@@ -40,6 +40,7 @@ class ToolFormat:
     tokens: dict[int, str] = field(default_factory=dict)
     first: bool = False
     known: bool = False
+    answers: bool = False
 
     def of(self, tokenizer: Any) -> ToolFormat:
         """With marks for the tokens of a tokenizer."""
@@ -55,11 +56,13 @@ class ToolFormat:
         """Of a call."""
         return self.before.strip() or "{"
 
-    def rules(self, functions: list[Any], tokenizer: Any, thought: Thought | None) -> str:
+    def rules(
+        self, functions: list[Any], tokenizer: Any, thought: Thought | None, forced: bool = True
+    ) -> str:
         """Of a grammar: a ``call`` is one of ``functions``, ``free`` what stands beside."""
         calls = []
         for function in functions:
-            schema = laid_out(function.get("parameters") or {"type": "object"})
+            schema = arguments_of(function, forced)
             begin = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
             calls.append(f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"')
         call = f"{json.dumps(self.before)} body {json.dumps(self.behind)}"
@@ -68,18 +71,20 @@ class ToolFormat:
         never = {*self.tokens, *((thought.begin,) if thought else ())}
         free = f"free: {_none_of(never)}\n"
         if self.first:
-            added, begin = {*tokenizer.added_tokens_encoder.values()}, self.begin[0]
-            spelled = begin, BYTE.format(ord(begin))
-            begins = {n for name, n in tokenizer.get_vocab().items() if name.startswith(spelled)}
-            free += f"first: {_none_of(never | begins - added)}\n"
+            free += f"first: {_none_of(never | beginning(tokenizer, self.begin[0]))}\n"
         return f"call: {call}\nbody: {' | '.join(calls)}\n{free}"
 
     def or_call(self, schema: dict[str, Any], functions: list[Any]) -> dict[str, Any]:
-        """A schema of what fits ``schema``, or is a call."""
+        """A schema of what fits ``schema``, or is a call. Raises ValueError for one that a call
+        fits whose arguments do not follow theirs."""
+        names = schema.get("properties", {}).keys()
+        if schema.get("additionalProperties") is not False or names >= {"name", self.arguments}:
+            allowed = "an object without additionalProperties beside tools of Llama's format"
+            raise refuse("response_format", "...", f"{allowed}, and not of name and parameters")
         parts = [moved(schema, "#/anyOf/0/")]
         for place, function in enumerate(functions, start=1):
             within = f"#/anyOf/{place}/properties/{self.arguments}/"
-            given = laid_out(function.get("parameters") or {"type": "object"})
+            given = arguments_of(function, forced=False)
             about = {"name": {"const": function["name"]}, self.arguments: moved(given, within)}
             parts.append({"type": "object", "properties": about, "required": [*about]})
             parts[-1]["additionalProperties"] = False
@@ -99,7 +104,8 @@ class ToolFormat:
             found, end = DECODER.raw_decode(inner)
         except (ValueError, RecursionError):
             if self.known:
-                return self._cut(inner), "", ""
+                calls = self._cut(inner, names)
+                return calls, text if self.answers and not calls else "", ""
             return [], self.begin, text[len(self.begin) :]
         rest, behind = inner[end:], self.behind.strip()
         closed = rest.lstrip() if behind else rest
@@ -110,16 +116,17 @@ class ToolFormat:
                     return [_call(name, written)], "", closed.removeprefix(behind)
         return [], text[: len(text) - len(rest)], rest
 
-    def _cut(self, inner: str) -> list[Call]:
+    def _cut(self, inner: str, names: set[str]) -> list[Call]:
         """The call that ``inner`` is the beginning of, with as much of its arguments as there is;
         none before its name is known."""
-        between = f', "{self.arguments}": '
-        name, found, arguments = inner.removeprefix('{"name": ').partition(between)
-        if not found:
-            return []
-        with suppress(ValueError, RecursionError):  # nothing but what closes it may be missing
-            arguments = arguments[: DECODER.raw_decode(arguments)[1]]
-        return [_call(json.loads(name), arguments)]
+        for name in names:
+            begin = f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+            if inner.startswith(begin):
+                arguments = inner.removeprefix(begin)
+                with suppress(ValueError, RecursionError):  # but what closes it all may be there
+                    arguments = arguments[: DECODER.raw_decode(arguments)[1]]
+                return [_call(name, arguments)]
+        return []
 
 
 def _call(name: str, arguments: str) -> Call:
@@ -127,7 +134,22 @@ def _call(name: str, arguments: str) -> Call:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
 
 
-def _none_of(tokens: set[int]) -> str:
+def arguments_of(function: dict[str, Any], forced: bool) -> dict[str, Any]:
+    """The schema that arguments follow: any object's where nobody asked for more. Raises
+    ValueError."""
+    given = function.get("parameters") if forced or function.get("strict") else None
+    return laid_out(given or {"type": "object"})
+
+
+@lru_cache(maxsize=8)
+def beginning(tokenizer: Any, letter: str) -> frozenset[int]:
+    """Tokens that begin with a letter of ASCII, but for added ones."""
+    added, spelled = {*tokenizer.added_tokens_encoder}, (letter, BYTE.format(ord(letter)))
+    names = tokenizer.get_vocab().items()
+    return frozenset(n for name, n in names if name.startswith(spelled) and name not in added)
+
+
+def _none_of(tokens: Set[int]) -> str:
     """Any token but these, in a grammar."""
     return f"<[^{','.join(map(str, sorted(tokens)))}]>" if tokens else "<[*]>"
 
@@ -180,10 +202,10 @@ def wanted_calls(
         several, forced = body.parallel_tool_calls, how == "required"
         exact = any(function.get("strict") for function in functions) or not several
         if exact or forced or schema is not None or len(functions) < len(every):
-            form = replace(form, known=True, first=not form.tokens)
+            form = replace(form, known=True, first=not form.tokens, answers=schema is not None)
             wanted = "call" if forced else form.text(several)
             wanted = wanted if schema is None else "(call | answer)"
-            rules = form.rules(functions, tokenizer, thought)
+            rules = form.rules(functions, tokenizer, thought, forced)
         names = {function["name"] for function in functions}
         read = partial(read, form, names)
     if wanted is None:
