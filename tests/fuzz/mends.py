@@ -81,10 +81,10 @@ MENDS = {
     ),
     "looks between steps": Mend(
         (
-            *("parameter written", "parameter replaced", "parameter's data replaced"),
-            *("weights loaded", "inference weights written", "adapter merged"),
+            *("parameter written", "parameter's data replaced", "weights loaded"),
+            *("inference weights written", "adapter merged"),
         ),
-        {TRACKER + "_look": _yes},
+        {TRACKER + "_look": _yes, TRACKER + "_look_at_digests": _yes},
     ),
     "what an engine is told": Mend(
         ("data written and told",), {"tinyspec.engine.engine:Engine.weights_changed": _nothing}
@@ -132,7 +132,14 @@ MENDS = {
 
 # Classes that no control reports; tinyspec/determinism/README.md says why.
 SILENT = {
-    *("buffer replaced", "default dtype", "deterministic algorithms", "training mode", "grad mode"),
+    *(
+        "buffer replaced",
+        "parameter replaced",
+        "default dtype",
+        "deterministic algorithms",
+        "training mode",
+        "grad mode",
+    ),
     *("memory full of NaN", "flash attention off", "global random state", "busy thread"),
     *("engine in another thread", "earlier allocations", "one core"),
 }
