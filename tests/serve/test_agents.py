@@ -183,7 +183,7 @@ def test_what_is_asked_for_begins_behind_the_thought(thinking, monkeypatch, what
     asked = {
         "strict": ASKED,
         "one": ASKED | ONE,
-        "format": {"model": MODEL, "messages": MESSAGES, "response_format": FORMAT},
+        "format": {"model": MODEL, "messages": MESSAGES, "response_format": FORMAT, "seed": 2},
         "forced": ASKED | {"tool_choice": "required"},
         "plain": {"model": MODEL, "messages": MESSAGES},
     }[what]

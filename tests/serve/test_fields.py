@@ -62,7 +62,14 @@ def test_messages_of_before(served):
     """As clients send them back: what they have besides text, calls without arguments, and parts of
     chunks."""
     call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": ""}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call], "annotations": []}
+    call["function"]["parsed_arguments"] = {}
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call],
+        "annotations": [],
+        "parsed": {},
+    }
     said |= {"reasoning_content": "Hm.", "refusal": None, "audio": None, "function_call": None}
     turns = [*MESSAGES, said, {"role": "tool", "tool_call_id": "a", "content": "x"}]
     assert len(tokens(served.post(CHAT, **OWN, messages=turns, max_tokens=2))) == 2

@@ -144,6 +144,12 @@ def test_responses(server, client, choice):
         assert without_ids(final.output) == without_ids(found.output)
         assert final.output_text == found.output_text == events[-1].response.output_text
 
+    for call in calls:
+        assert call.status == found.status == "completed"
+    if choice == "get_time":  # cut within its arguments
+        cut = client.responses.create(**asked | {"max_output_tokens": 8}, input=MESSAGES)
+        assert cut.status == "incomplete" and {item.status for item in cut.output} == {"incomplete"}
+
     if calls:
         result = {"type": "function_call_output", "call_id": calls[0].call_id, "output": "21"}
         turns = [*MESSAGES, *found.output, result]

@@ -45,7 +45,6 @@ def agent(form, values, answer, text):
         last = (dumped.get("messages") or dumped["input"])[-1]
         result = isinstance(last, dict) and "tool" in (last.get("role"), last.get("type", "")[-4:])
         result |= isinstance(last, dict) and last.get("type") == "function_call_output"
-        schema = dumped["json_schema"]
         if dumped.get("tools") and not result:
             function = dumped["tools"][0].get("function", dumped["tools"][0])
             taken = function["parameters"]["properties"]
@@ -53,7 +52,6 @@ def agent(form, values, answer, text):
             name = json.dumps(function["name"])
             inner = f'{{"name": {name}, "{form.arguments}": {json.dumps(given)}}}'
             return f"{form.before}{inner}{form.behind}"
-        formed = schema and schema.get("format", {}).get("type", "json") != "text"
-        return json.dumps(answer) if formed else text
+        return text if body.json_schema is None else json.dumps(answer)
 
     return said

@@ -220,17 +220,20 @@ class CompletionRequest(TokenRequest):
 
 
 class TextPart(Strict):
-    """Part of a message; annotations, logprobs: of an answer of before."""
+    """Part of a message; annotations, logprobs: of an answer of before. parsed, here and in what
+    follows: what OpenAI's client has made of it."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
     annotations: list[Any] = []
     logprobs: list[Any] = []
+    parsed: Any = None
 
 
 class FunctionCall(Strict):
     name: str
     arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
+    parsed_arguments: Any = Field(None, exclude=True)
 
 
 class ToolCall(Strict):
@@ -260,6 +263,7 @@ class Message(TextMessage):
 
     role: Literal["developer", "system", "user", "assistant", "tool"]  # type: ignore[assignment]
     name: str | None = None
+    parsed: Any = Field(None, exclude=True)
     tool_calls: Objects[ToolCall] | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None

@@ -167,9 +167,8 @@ class CompletionReply(Reply):
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         if not self.body.max_new_tokens:
-            none: Any = {"token_ids": [], "text": "", "top_logprobs": None, "stop_reason": None}
-            none |= {"logprobs": event.logprobs and [], "finish_reason": "length"}
-            event = replace(event, **none)
+            event = replace(event, token_ids=[], text="", top_logprobs=None, stop_reason=None)
+            event = replace(event, logprobs=event.logprobs and [], finish_reason="length")
         choice, own = self.note(event)
         own |= {"text": event.text or "", "logprobs": None}
         rows: list[tuple[Any, ...]] = []
@@ -323,8 +322,8 @@ class ResponsesReply(Reply):
             yield self._event("in_progress", response=self._response())
         self._tokens += event.token_ids
         for call in calls:
-            about = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "completed"}
-            self._calls.append({**about, "call_id": call["id"], **call["function"]})
+            about = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
+            self._calls.append({**about, **call["function"]})
         if not self._opened and (text or (ended and not self._calls)):
             self._opened = True
             yield self._event("output_item.added", **place, item=self._item([]))
@@ -332,22 +331,20 @@ class ResponsesReply(Reply):
         if text:
             self._text += text
             yield self._event("output_text.delta", **part, delta=text, logprobs=[])
-        if ended:
-            self._status = "completed" if ended == "stop" else "incomplete"
-            yield from self._ended(part)
-
-    def _ended(self, part: dict[str, Any]) -> Iterator[str]:
-        """The end of the message, and the calls."""
+        if not ended:
+            return
+        self._status = "completed" if ended == "stop" else "incomplete"
         if self._opened:
             yield self._event("output_text.done", **part, text=self._text, logprobs=[])
             yield self._event("content_part.done", **part, part=self._part)
             yield self._event("output_item.done", output_index=0, item=self._item([self._part]))
         for number, call in enumerate(self._calls, int(self._opened)):
-            about, text = {"item_id": call["id"], "output_index": number}, call["arguments"]
+            of, text = {"item_id": call["id"], "output_index": number}, call["arguments"]
             begun = {**call, "arguments": "", "status": "in_progress"}
+            call["status"] = self._status if call is self._calls[-1] else "completed"
             yield self._event("output_item.added", output_index=number, item=begun)
-            yield self._event("function_call_arguments.delta", **about, delta=text)
-            yield self._event("function_call_arguments.done", **about, arguments=text)
+            yield self._event("function_call_arguments.delta", **of, delta=text)
+            yield self._event("function_call_arguments.done", **of, arguments=text)
             yield self._event("output_item.done", output_index=number, item=call)
 
     def end(self) -> Iterator[str]:

@@ -16,7 +16,6 @@ from tinyspec.serve.schemas import form_of
 
 PLAIN: Any = {"type": "text"}
 Schema = responses.ResponseFormatTextJSONSchemaConfigParam
-LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(Strict):
@@ -85,8 +84,8 @@ class ResponsesRequest(protocol.TextRequest, protocol.ToolRequest):
 
     def prompts(self) -> list[Any]:
         first, given = self.instructions, self.input
-        if LOGPROBS in self.include:
-            raise refuse("include", LOGPROBS, "what a response without log-probabilities has")
+        if "message.output_text.logprobs" in self.include:
+            raise refuse("include", self.include, "what a response without log-probabilities has")
         told: list[dict[str, Any]] = [{"role": "system", "content": first}] if first else []
         if isinstance(given, str):
             given = [InputMessage(role="user", content=given)]
