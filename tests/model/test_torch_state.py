@@ -342,6 +342,27 @@ def test_a_setting_that_moved_during_a_pass(name):
     assert (found in settings) is (name in OF_SETTINGS and not of_thread)
 
 
+def test_a_setting_that_another_thread_sets_back_as_a_pass_ends(monkeypatch):
+    """It is told at every moment: while the setting is another, and as soon as it is not."""
+    apply, found = torch_settings._apply, []
+
+    def slowly(settings):
+        moved_at_all = apply(settings)
+        asked = Thread(target=lambda: found.append(moved(before)))
+        asked.start()
+        asked.join()
+        return moved_at_all
+
+    with pinned("cpu"):
+        before = torch_settings.moves()
+        torch.set_default_dtype(torch.float64)
+        assert moved(before) == "dtype"
+        monkeypatch.setattr(torch_settings, "_apply", slowly)
+        torch_settings.pin_process()
+        assert torch.get_default_dtype() == torch.float32 and found == ["settings"]
+        assert moved(before) == "settings" and moved(torch_settings.moves()) is None
+
+
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_what_another_thread_sets_meanwhile_stays(meanwhile):
     """When the last block ends; the others come back (control)."""

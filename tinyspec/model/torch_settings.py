@@ -213,11 +213,15 @@ _workers = _Workers()
 
 def pin_process(own: bool = False) -> None:
     """Within ``pinned``: set again what of the process was changed meanwhile. own: by code of the
-    user's that the calling thread has run for its pass."""
-    if not _process_as_pinned() and _apply(_of_process()):
+    user's that the calling thread has run for its pass.
+
+    Counted before it is set: another thread's pass that ends in between would see neither.
+    """
+    if not _process_as_pinned():
         with _Pinned.lock:
             _Pinned.moves += 1
         _workers.moves += own
+        _apply(_of_process())
 
 
 def pin_again(device_type: str, own: bool = False) -> None:
