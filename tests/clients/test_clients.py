@@ -11,17 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM
 
 from tests.clients.scripts import CLIENTS
 from tests.serve.test_tools import TEMPLATES
 from tests.support.patience import PATIENCE
 from tests.support.script import agent, saying
-from tests.support.serving import MODEL, running
+from tests.support.serving import MODEL, running, speaking
 from tests.support.tokenizers import tokenizer_of
-from tinyspec import Engine, EngineConfig
 from tinyspec.serve.tools import HERMES
-from tinyspec.tools.demo import BUNDLED
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is 21 degrees in Paris."
@@ -51,11 +48,7 @@ def there(module):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "deterministic"])
 def server(request):
-    tokenizer = tokenizer_of("special markup")
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    model = LlamaForCausalLM.from_pretrained(BUNDLED)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    engine = Engine(model, tokenizer, EngineConfig(num_pages=64))
+    engine = speaking(tokenizer_of("special markup"), TEMPLATES["hermes"])
     with engine, running(engine, deterministic=request.param) as found:
         yield found
 

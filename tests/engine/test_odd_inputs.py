@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.support.cases import bits_of, one_by_one, run, steady, text
 from tests.support.mixes import Liar, crowd, plain
+from tests.support.script import Recites
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, running
 from tests.support.tiny import VOCAB, tiny
@@ -59,20 +60,6 @@ def served(crowded):
     with running(crowded) as server:
         yield server
         server.settled()
-
-
-class Recites:
-    """Leaves one text to say."""
-
-    stateless = True
-
-    def __init__(self, tokens, start):
-        self.tokens, self.start = tokens, start
-
-    def __call__(self, ids, scores):
-        forced = torch.full_like(scores, -torch.inf)
-        forced[0, self.tokens[ids.shape[1] - self.start]] = 0.0
-        return forced
 
 
 def same_in_a_crowd(alone, crowded, requests, times=1):

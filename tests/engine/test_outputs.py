@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.script import Recites
 from tests.support.tiny import VOCAB, config_of, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, audit
 from tinyspec.determinism.fingerprint_parts import differences, text_digest
@@ -55,20 +56,6 @@ def engine(tokenizer):
     settings = {"reference_rows": 16, "max_rows": 32, "draft_window": 5, "verify": "always"}
     with Engine(model, tokenizer, EngineConfig(**settings)) as engine:
         yield engine
-
-
-class Recites:
-    """A processor that leaves one text to say, behind a prompt of ``start`` tokens."""
-
-    stateless = True
-
-    def __init__(self, token_ids, start):
-        self.token_ids, self.start = token_ids, start
-
-    def __call__(self, ids, scores):
-        forced = torch.full_like(scores, -torch.inf)
-        forced[0, self.token_ids[(ids.shape[1] - self.start) % len(self.token_ids)]] = 0.0
-        return forced
 
 
 def fp32(rng):

@@ -9,16 +9,14 @@ from dataclasses import replace
 import jsonschema
 import openai
 import pytest
-from transformers import LlamaForCausalLM
 
 from tests.serve.test_tools import CLOCK, TEMPLATES, WEATHER
 from tests.support.script import saying
-from tests.support.serving import MESSAGES, MODEL, running
+from tests.support.serving import MESSAGES, MODEL, running, speaking
 from tests.support.tokenizers import tokenizer_of
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import SamplingParams
 from tinyspec.serve.reading import Reading, Thought
 from tinyspec.serve.tools import HERMES, LLAMA
-from tinyspec.tools.demo import BUNDLED
 
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in (WEATHER, CLOCK)]
 BY_NAME = {tool["function"]["name"]: tool["function"]["parameters"] for tool in STRICT}
@@ -33,14 +31,6 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANS
 THINKING = TEMPLATES["hermes"] + "{% if false %}</think>{% endif %}"
 
 
-def served(kind, template):
-    tokenizer = tokenizer_of(kind)
-    tokenizer.chat_template = template
-    model = LlamaForCausalLM.from_pretrained(BUNDLED)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return Engine(model, tokenizer, EngineConfig(num_pages=64))
-
-
 KINDS = {
     "hermes": ("special markup", TEMPLATES["hermes"]),
     "shown": ("markup", TEMPLATES["hermes"]),
@@ -51,7 +41,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=["hermes", "llama"])
 def server(request):
     kind, template = KINDS[request.param]
-    engine = served(kind, template)
+    engine = speaking(tokenizer_of(kind), template)
     with engine, running(engine, deterministic=True) as found:
         found.form = LLAMA if request.param == "llama" else HERMES
         yield found
@@ -59,7 +49,7 @@ def server(request):
 
 @pytest.fixture(scope="module")
 def thinking():
-    engine = served("markup", THINKING)
+    engine = speaking(tokenizer_of("markup"), THINKING)
     with engine, running(engine, deterministic=True) as found:
         yield found
 
@@ -258,7 +248,7 @@ def test_references_hold_where_schemas_are_put_together():
     wrong = [{"x": "f"}, {"name": "f", "parameters": {"x": "g"}}, {"name": "h", "parameters": {}}]
     check = jsonschema.Draft202012Validator(schema)
     assert all(map(check.is_valid, good)) and not any(map(check.is_valid, wrong))
-    engine = served("markup", TEMPLATES["llama"])
+    engine = speaking(tokenizer_of("markup"), TEMPLATES["llama"])
     with engine:
         params = SamplingParams(json_schema=schema, max_new_tokens=60, seed=1, temperature=1.0)
         texts = [

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from tests.support.budget import first
-from tests.support.serving import MESSAGES, MODEL, running
+from tests.support.serving import MESSAGES, MODEL, running, speaking
 from tests.support.tokenizers import tokenizer_of
-from tinyspec import Engine, EngineConfig, SamplingParams, StreamEvent
+from tinyspec import SamplingParams, StreamEvent
 from tinyspec.serve.reading import Reading
 from tinyspec.serve.tools import HERMES, LLAMA
 from tinyspec.tools.demo import BUNDLED
@@ -48,10 +48,7 @@ SERVERS |= {"hermes, Qwen's": "markup", "llama, Qwen's": "markup", "hermes, Llam
 def server(request):
     kind = SERVERS[request.param]
     tokenizer = tokenizer_of(kind) if kind else AutoTokenizer.from_pretrained(BUNDLED)
-    tokenizer.chat_template = TEMPLATES[request.param.partition(",")[0]]
-    model = LlamaForCausalLM.from_pretrained(BUNDLED)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    engine = Engine(model, tokenizer, EngineConfig(num_pages=64))
+    engine = speaking(tokenizer, TEMPLATES[request.param.partition(",")[0]])
     with engine, running(engine, deterministic=True) as found:
         yield found
 

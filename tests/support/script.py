@@ -4,7 +4,23 @@ which calls tools and answers."""
 import json
 from dataclasses import replace
 
+import torch
+
 from tinyspec.serve import protocol
+
+
+class Recites:
+    """A processor that leaves one text to say, behind a prompt of ``start`` tokens."""
+
+    stateless = True
+
+    def __init__(self, token_ids, start):
+        self.token_ids, self.start = token_ids, start
+
+    def __call__(self, ids, scores):
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, self.token_ids[(ids.shape[1] - self.start) % len(self.token_ids)]] = 0.0
+        return forced
 
 
 class Script:

@@ -9,6 +9,7 @@ from threading import Thread
 import httpx
 import openai
 import uvicorn
+from transformers import LlamaForCausalLM
 
 from tests.support.patience import PATIENCE
 from tinyspec import AsyncEngine, Engine, EngineConfig
@@ -76,3 +77,11 @@ def running(engine, limits=None, model=MODEL, api_key=None, bounds=BOUNDS, origi
 def storyteller(**config):
     with Engine.from_pretrained(BUNDLED, device="cpu", config=EngineConfig(**config)) as engine:
         yield engine
+
+
+def speaking(tokenizer, template):
+    """An engine of the bundled model with another tokenizer, which has this chat template."""
+    tokenizer.chat_template = template
+    model = LlamaForCausalLM.from_pretrained(BUNDLED)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return Engine(model, tokenizer, EngineConfig(num_pages=64))

@@ -4,35 +4,19 @@ space at the start of a text (Llama-2, Phi-3, early Mistral), and inside charact
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
 
-from tests.support.serving import MODEL, running
+from tests.support.script import Recites
+from tests.support.serving import MODEL, running, speaking
 from tests.support.tokenizers import KINDS, tokenizer_of
-from tinyspec import Engine, EngineConfig, SamplingParams, audit
+from tinyspec import SamplingParams, audit
 from tinyspec.text.decoding import INCOMPLETE, bytes_of, decode, decode_behind
 from tinyspec.text.stream import TextStream, text_of
-from tinyspec.tools.demo import BUNDLED
 
 SMILE = "\N{GRINNING FACE}"
 STRIPPING = ("pieces", "metaspace")
 PLAIN = SamplingParams()
-
-
-class Says:
-    """A processor that leaves one text to say behind a prompt of ``start`` tokens."""
-
-    stateless = True
-
-    def __init__(self, token_ids, start):
-        self.token_ids, self.start = token_ids, start
-
-    def __call__(self, ids, scores):
-        forced = torch.full_like(scores, -torch.inf)
-        forced[0, self.token_ids[(ids.shape[1] - self.start) % len(self.token_ids)]] = 0.0
-        return forced
 
 
 def spelled(tokenizer, text):
@@ -45,11 +29,8 @@ def spelled(tokenizer, text):
 
 @pytest.fixture(scope="module", params=STRIPPING)
 def engine(request):
-    tokenizer = tokenizer_of(request.param)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    model = LlamaForCausalLM.from_pretrained(BUNDLED)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    with Engine(model, tokenizer, EngineConfig(num_pages=64)) as engine:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with speaking(tokenizer_of(request.param), template) as engine:
         yield engine
 
 
@@ -57,7 +38,7 @@ def says(engine, prompt, token_ids, **more):
     """A prompt's token ids, and parameters under which ``token_ids`` follow it."""
     ids = engine.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
     given = {"deterministic": True, "max_new_tokens": len(token_ids), "ignore_eos": True, **more}
-    return ids, SamplingParams(logits_processors=[Says(token_ids, len(ids))], **given)
+    return ids, SamplingParams(logits_processors=[Recites(token_ids, len(ids))], **given)
 
 
 def streamed(engine, ids, params):
