@@ -34,7 +34,7 @@ from tinyspec.determinism.proof import (
     refuse_written,
     see_to_hold,
 )
-from tinyspec.determinism.proving import Proving
+from tinyspec.determinism.proving import Meanwhile, Proving
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.errors import DeterminismError
 from tinyspec.model.outline import WEIGHTS
@@ -262,10 +262,13 @@ class Contract:
         results = self.prove(fresh)
         return results if results.unsound else self.prove_more(self.buckets.sizes, attention_rows)
 
-    def prove_repaid(self, seconds: float, accepted: float) -> bool:
+    def prove_repaid(
+        self, seconds: float, accepted: float, meanwhile: Meanwhile | None = None
+    ) -> bool:
         """After a pass of so many seconds with deterministic requests: prove a further bucket, if
         that is worth its time. False where the reference bucket turns out unsound: ``ensure``
-        raises from then on. accepted: chance that a draft is."""
+        raises from then on. accepted: chance that a draft is. meanwhile: as of
+        ``Proving.pausing``."""
         results, ladder = self.results, self._ladder
         if results is None or results.unsound or self._config.verify == "always":
             return True
@@ -275,7 +278,8 @@ class Contract:
         if rows is None or self.changed():  # that is looked at before the next pass
             return True
         try:
-            results = self.prove_more([rows])
+            with self.proving.pausing(meanwhile):
+                results = self.prove_more([rows])
         except Exception as error:  # requests go on without it
             ladder.failed.add(rows)
             logger.warning("passes of %d rows could not be probed: %s", rows, error)

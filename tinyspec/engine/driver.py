@@ -126,14 +126,17 @@ class Driver:
     @property
     def wanted(self) -> bool:
         """Whether another thread waits that wants more than passes; asked in the turn."""
-        return any(each.asleep_at != self.news and each.ready() for each in tuple(self._line))
+        return any(each.ready() for each in self._awake)
+
+    @property
+    def _awake(self) -> list[_Waiter]:
+        return [each for each in tuple(self._line) if each.asleep_at != self.news]
 
     def pause(self, aside: AbstractContextManager[object]) -> None:
         """Let those that wait use the engine first, and do what was posted; in the turn, in a block
         of ``aside`` where there is any of it. What signal handlers raise meanwhile is raised in the
         turn; Ctrl-C waits."""
-        awake = any(each.asleep_at != self.news for each in tuple(self._line))
-        if awake or not self._posts.empty():
+        if self._awake or not self._posts.empty():
             with aside:
                 raised: BaseException | None = None
                 self._give(news=False)
@@ -177,8 +180,7 @@ class Driver:
         with self._lock:
             self.news += news
             self._owner = None
-            awake = [waiter for waiter in self._line if waiter.asleep_at != self.news]
-            if awake:
+            if awake := self._awake:
                 chosen = next((each for each in awake if each.ready()), awake[0])
                 if awake[0].passed_over:
                     chosen = awake[0]

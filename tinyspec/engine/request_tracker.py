@@ -249,9 +249,7 @@ class RequestTracker:
         self.driver.news += 1
         if core.table.any("deterministic"):  # prove what makes them faster
             seconds = time.perf_counter() - begun
-            with self._contract.proving.pausing(meanwhile):
-                sound = self._contract.prove_repaid(seconds, core.scheduler.accepted())
-            if not sound:
+            if not self._contract.prove_repaid(seconds, core.scheduler.accepted(), meanwhile):
                 self._ensure()
         return True
 

@@ -19,8 +19,8 @@ LONGEST_PATTERN, MOST_REPEATED = 1000, 5000
 PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\s*\d[\d,\s]*\}|.", re.DOTALL)
 
 
-def laid_out(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of a request, which the engine lays out. Raises ValueError."""
+def checked(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of a request, whose patterns are none that take long to read. Raises ValueError."""
     left: list[Any] = [schema]
     for found in left:  # it grows
         if isinstance(found, list):
@@ -53,7 +53,7 @@ def form_of(given: Any) -> dict[str, Any]:
     if given["type"] == "text":
         return {}
     schema = given.get("json_schema", given).get("schema", {"type": "object"})
-    return {"json_schema": laid_out(schema)}
+    return {"json_schema": checked(schema)}
 
 
 def structured(given: dict[str, Any]) -> dict[str, Any]:
@@ -64,12 +64,12 @@ def structured(given: dict[str, Any]) -> dict[str, Any]:
         match [*given.items()]:
             case [("json", dict() | str() as schema)]:
                 schema = json.loads(schema) if isinstance(schema, str) else schema
-                return {"json_schema": laid_out(schema)}
+                return {"json_schema": checked(schema)}
             case [("choice", [str(), *_] as texts)] if all(isinstance(t, str) for t in texts):
                 return {"grammar": f"start: {' | '.join(map(json.dumps, texts))}"}
             case [("regex" | "grammar" as name, str(text))]:
                 for line in text.splitlines():
-                    laid_out({"pattern": line})
+                    checked({"pattern": line})
                 return {name: any_to_lark(text) if name == "grammar" else text}
     raise ValueError(f"{given!r:.200} is not allowed: one of json, regex, choice and grammar is")
 

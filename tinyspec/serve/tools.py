@@ -20,7 +20,7 @@ from typing import Any
 
 from tinyspec.errors import refuse
 from tinyspec.serve.reading import BEGIN, END, Call, Reading, Thought
-from tinyspec.serve.schemas import laid_out, moved
+from tinyspec.serve.schemas import checked, moved
 
 DECODER = json.JSONDecoder()
 # One byte, as a token of its own.
@@ -88,7 +88,7 @@ class ToolFormat:
             about = {"name": {"const": function["name"]}, self.arguments: moved(given, within)}
             parts.append({"type": "object", "properties": about, "required": [*about]})
             parts[-1]["additionalProperties"] = False
-        return laid_out({"anyOf": parts})
+        return {"anyOf": parts}
 
     def text(self, several: bool) -> str:
         """Of a grammar: how free text and calls, or at most one, follow each other."""
@@ -138,7 +138,7 @@ def arguments_of(function: dict[str, Any], forced: bool) -> dict[str, Any]:
     """The schema that arguments follow: any object's where nobody asked for more. Raises
     ValueError."""
     given = function.get("parameters") if forced or function.get("strict") else None
-    return laid_out(given or {"type": "object"})
+    return checked(given or {"type": "object"})
 
 
 @lru_cache(maxsize=8)

@@ -26,9 +26,9 @@ def reach(stops: Sequence[str]) -> int:
 def decoded(
     tokenizer: Any, before: list[int], token_ids: list[int], exempt: int
 ) -> tuple[str, int]:
-    """Their text behind a few of the tokens ``before`` them, and how many of its letters are whole
-    with the first ``exempt`` of them."""
-    decode = partial(decode_behind, tokenizer, before[-FEW:], special=True)
+    """Their text behind the few tokens ``before`` them, and how many of its letters are whole with
+    the first ``exempt`` of them."""
+    decode = partial(decode_behind, tokenizer, before, special=True)
     early = decode(token_ids[:exempt]) if exempt > 0 else ""
     return decode(token_ids), len(early.rstrip(INCOMPLETE))
 
@@ -51,7 +51,7 @@ def hidden(
     from a stop string on, and if they are not the ``last``, what may be the beginning of one."""
     first = max(begin, len(token_ids) - reach(stops := params.hidden_stops))
     exempt = params.min_new_tokens - (first - begin)
-    text, early = decoded(tokenizer, token_ids[:first], token_ids[first:], exempt)
+    text, early = decoded(tokenizer, _few(token_ids, first), token_ids[first:], exempt)
     found, count = first_stop(text, stops, early), 0
     if found is not None:
         count = len(text) - found[1]
@@ -68,10 +68,16 @@ def _shown(tokenizer: Any, token_ids: list[int], least: int, count: int) -> int:
     first, whole, behind = len(token_ids), "", 0
     while first > least and len(whole) < count:
         first, behind = first - 1, len(whole)
-        whole = decode_behind(tokenizer, token_ids[:first][-FEW:], token_ids[first:], special=True)
+        whole = decode_behind(tokenizer, _few(token_ids, first), token_ids[first:], special=True)
+    few = _few(token_ids, first)
     before, shown = (
-        len(decode_behind(tokenizer, token_ids[:first][-FEW:], token_ids[first:end]))
+        len(decode_behind(tokenizer, few, token_ids[first:end]))
         for end in (first + 1, len(token_ids))
     )
     # Counted from the first one's end: without special tokens its front may have no space.
     return shown - max(0, before - max(0, count - behind))
+
+
+def _few(token_ids: list[int], first: int) -> list[int]:
+    """Those before ``first`` that it is decoded behind."""
+    return token_ids[max(0, first - FEW) : first]
