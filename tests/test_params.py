@@ -23,6 +23,7 @@ BAD_PARAMS = {
     "frequency_penalty": (NAN, INF, "1", None, True, 2**1024),
     "presence_penalty": (-INF, None, "1", False),
     "logit_bias": (5, [(1, 2.0)], {1: NAN}, {-1: 1.0}, {"a": 1}, {1: "2"}, {1.5: 2}, {True: 1}),
+    "allowed_token_ids": ([-1], [1.5], "ab", [None], [True]),
     "bad_words_ids": (5, [5], [[]], [[-1]], [[1.5]], "ab", [None], [[True]]),
     "json_schema": (5, ["a"], {"a": {1}}),
     "regex": (5, ["a"], b"a"),

@@ -20,7 +20,7 @@ class CompletionStats:
     earlier one was wrong. rollbacks: how often that happened. verify_passes: passes that verified
     its drafts. cached_prompt_tokens: prompt tokens taken from the prefix cache.
     preemptions: how often its pages were taken and recomputed. thinking_passes: passes after which
-    thoughts of the prompt were looked for.
+    thoughts of the prompt were looked for. queue_seconds: until it first ran.
     """
 
     drafted: int = 0
@@ -31,6 +31,7 @@ class CompletionStats:
     cached_prompt_tokens: int = 0
     preemptions: int = 0
     thinking_passes: int = 0
+    queue_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -156,7 +157,7 @@ class StreamEvent:
     thoughts: of the prompt, made since the last event, in those of completion 0. fingerprint,
     prompt_logprobs: as in ``RequestOutput``; the latter in a completion's first event with tokens.
     num_prompt_tokens, cached_prompt_tokens: the prompt's, and those taken from the prefix cache.
-    prompt: which of the call's prompts, from 0.
+    prompt: which of the call's prompts, from 0. queue_seconds: until the completion first ran.
     """
 
     request_id: str
@@ -174,3 +175,4 @@ class StreamEvent:
     num_prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     prompt: int = 0
+    queue_seconds: float = field(default=0.0, compare=False)

@@ -123,6 +123,7 @@ class SamplingParams(Settings):
     logit_bias: added to the logits of token ids, as {"5": 2.5}.
     bad_words_ids: token ids that may not follow each other, as [[5], [6, 7]]. The last one is
         excluded where the others precede it; one that is a single end token is ignored.
+    allowed_token_ids: no other token is sampled, be it an end token. Empty: any may be.
     json_schema: the text must be JSON of this schema. A dict, or its JSON; one of json_schema,
         regex and grammar at most: only tokens that lead to such a text are left; the end tokens
         once it is complete. Whole texts match, from their first character. Needs a tokenizer and
@@ -152,9 +153,9 @@ class SamplingParams(Settings):
 
     Logits are changed before temperature in this order, which is transformers' where it has one:
     logit_bias, repetition_penalty, frequency_penalty and presence_penalty, bad_words_ids,
-    min_new_tokens, json_schema or regex or grammar, logits_processors. Numbers may be numpy's, or
-    tensors without dimensions. The command line has an option for each field but functions, with
-    the first sentence of its text above.
+    allowed_token_ids, min_new_tokens, json_schema or regex or grammar, logits_processors. Numbers
+    may be numpy's, or tensors without dimensions. The command line has an option for each field but
+    functions, with the first sentence of its text above.
 
     Raises ValueError naming the field, its value and what is allowed.
     """
@@ -170,6 +171,7 @@ class SamplingParams(Settings):
     frequency_penalty: float = setting(0.0, _FINITE)
     presence_penalty: float = setting(0.0, _FINITE)
     bad_words_ids: Sequence[Sequence[int]] | None = setting(None, _words)
+    allowed_token_ids: int | Sequence[int] = setting((), _token_ids)
     json_schema: str | Mapping[str, Any] | None = setting(None, _text)
     regex: str | None = setting(None, _text)
     grammar: str | None = setting(None, _text)
@@ -244,8 +246,8 @@ class SamplingParams(Settings):
     def changes_logits(self) -> bool:
         """Whether logits are changed before temperature, nearly always by the tokens before."""
         penalties = self.repetition_penalty != 1.0, self.frequency_penalty, self.presence_penalty
-        named = self.logit_bias, self.bad_words_ids, self.logits_processors, self.structure
-        return any(penalties) or any(named)
+        named = self.logit_bias, self.bad_words_ids, self.allowed_token_ids, self.structure
+        return any((*penalties, *named, self.logits_processors))
 
     @cached_property
     def structure(self) -> tuple[str, str] | None:

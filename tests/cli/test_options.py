@@ -22,6 +22,7 @@ GIVEN = {
     "frequency_penalty": ("--frequency-penalty 0.5", 0.5),
     "presence_penalty": ("--presence-penalty -0.5", -0.5),
     "logit_bias": ('--logit-bias {"5":2.5}', {5: 2.5}),
+    "allowed_token_ids": ("--allowed-token-ids 5 --allowed-token-ids 6", (5, 6)),
     "bad_words_ids": ("--bad-words-ids [[5],[6,7]]", ((5,), (6, 7))),
     "regex": ("--regex .*", ".*"),
     "seed": ("--seed 7", 7),

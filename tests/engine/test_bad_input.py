@@ -39,6 +39,7 @@ BAD_FOR_THIS_ENGINE = {
     "stop string": (1, {"stop_strings": "end"}, r"stop_strings=\('end',\) .*tokenizer"),
     "top log-probabilities": (1, {"top_logprobs": VOCAB + 1}, "top_logprobs=129 .*128"),
     "bias": (1, {"logit_bias": {VOCAB: 1.0}}, "logit_bias=128 .*0 to 127"),
+    "allowed token": (1, {"allowed_token_ids": [VOCAB]}, "allowed_token_ids=128 .*0 to 127"),
     "bad word": (1, {"bad_words_ids": [[1, VOCAB]]}, "bad_words_ids=128 .*0 to 127"),
     "processor": (1, {"logits_processors": [3]}, "logits_processors=3"),
     "criterion": (1, {"stopping_criteria": ["stop"]}, "stopping_criteria='stop'"),

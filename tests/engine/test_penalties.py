@@ -17,12 +17,12 @@ from transformers.generation import (
 from tests.support.budget import first
 from tests.support.cases import KINDS, engine_of, greedy, model_of, one_by_one, run, steady, text
 from tests.support.mixes import Liar, bits, crowd
-from tests.support.tiny import tiny
+from tests.support.tiny import VOCAB, tiny
 from tinyspec import RequestOutput, SamplingParams, audit
 
 BIAS = {5: 2.5, 40: -100, 77: 1}
 WORDS = [[3], [90, 12], [7, 7, 7], *([a, b] for a in range(40) for b in range(60, 100, 7))]
-END = (21, 60)
+END, FEW = (21, 60), range(8, 90, 3)
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 STYLES = {
     "bias": {"logit_bias": BIAS},
@@ -30,7 +30,9 @@ STYLES = {
     "presence": {"presence_penalty": 2.2, "temperature": 0.8, "seed": 3, "top_k": 30},
     "negative": {"presence_penalty": -0.5, "frequency_penalty": -1.3},
     "bad words": {"bad_words_ids": WORDS, "temperature": 0.9, "seed": 4},
+    "allowed": {"allowed_token_ids": FEW, "temperature": 1.3, "seed": 6},
     "all": {
+        "allowed_token_ids": [*FEW, *END],
         "logit_bias": BIAS,
         "repetition_penalty": 1.2,
         "frequency_penalty": 0.6,
@@ -67,11 +69,16 @@ def by_definition(prompt, params):
             scores[0, token] -= torch.tensor(amount, dtype=torch.float32)
         return scores
 
-    return [SequenceBiasLogitsProcessor(table), repeats, penalties, words]
+    def allowed(ids, scores):
+        others = [n for n in range(VOCAB) if n not in params.allowed_token_ids]
+        return scores.index_fill(1, torch.tensor(others), -torch.inf)
+
+    own = [SequenceBiasLogitsProcessor(table), repeats, penalties, words]
+    return own + [allowed] * bool(params.allowed_token_ids)
 
 
 def test_definition():
-    fields = ("logit_bias", "bad_words_ids", *PENALTIES)
+    fields = ("logit_bias", "bad_words_ids", "allowed_token_ids", *PENALTIES)
     unset = {field: getattr(SamplingParams(), field) for field in fields}
     with engine_of(tiny()) as engine:
         for prompt, params in styled():

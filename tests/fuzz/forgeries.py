@@ -128,6 +128,7 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "frequency_penalty": _pick(0.0, 0, 0.5),
     "presence_penalty": _pick(0.0, 0, -0.5),
     "logit_bias": lambda v, data, rng: {str(t): rng.choice((0, 3.5)) for t in _token(v, data, rng)},
+    "allowed_token_ids": lambda v, data, rng: rng.choice(((), [5], _token(v, data, rng))),
     "bad_words_ids": lambda v, data, rng: rng.choice((None, [], [_token(v, data, rng) or [5]])),
     "regex": _pick(None, "[a-z ]*", "(a"),
     "max_new_tokens": lambda v, _, rng: rng.choice((v - 1, v + 1, v + 3, 10**6)),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support import zoo
 from tests.support.budget import first
@@ -179,6 +180,26 @@ def test_a_merge_that_was_undone_is_a_change(safe, names):
         assert answers(fresh) == again
     assert after[0] != before[0], "control: bits move"
     assert after[1] != before[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_loaded_beside_its_model(tmp_path, dtype):
+    """By name: what PEFT makes of both; what is no adapter, or another model's, is told."""
+    tiny(dtype=dtype).save_pretrained(tmp_path / "base")
+    lora(tiny(dtype=dtype)).save_pretrained(tmp_path / "own")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "own", autocast_adapter_dtype=False)
+    with Engine(model.eval(), config=CONFIG) as engine:
+        expected = engine.generate(PROMPTS, DETERMINISTIC)
+    given = {"device": "cpu", "config": CONFIG}
+    with Engine.from_pretrained(tmp_path / "base", **given, lora=tmp_path / "own") as engine:
+        found = engine.generate(PROMPTS, DETERMINISTIC)
+    with Engine.from_pretrained(tmp_path / "base", **given) as engine:
+        control = engine.generate(PROMPTS, DETERMINISTIC)
+    assert [*map(bits, found)] == [*map(bits, expected)] != [*map(bits, control)]
+    for wrong in (tmp_path / "none", tmp_path / "base"):
+        with pytest.raises(ValueError, match="lora=.* is not allowed: an adapter that PEFT has"):
+            Engine.from_pretrained(tmp_path / "base", **given, lora=wrong)
 
 
 def test_an_adapter_swapped_in_place_is_a_change(tmp_path):

@@ -164,11 +164,20 @@ def test_a_call_or_an_answer(server, monkeypatch, strict):
 # Models that think
 
 
-@pytest.mark.parametrize("what", ["strict", "one", "format", "forced", "plain"])
+# Forms that are no schema, what follows them, and what a model that says "the b/a" says then.
+OTHERS = {
+    "regex": r"(a/)?b\/a",
+    "choice": ["b/a", "the"],
+    "grammar": 'start: (x | y) "/a"\nx: /b+/\ny: "}"',
+}
+
+
+@pytest.mark.parametrize("what", ["strict", "one", "format", "forced", "plain", *OTHERS])
 def test_what_is_asked_for_begins_behind_the_thought(thinking, monkeypatch, what):
     """A thought is any tokens, calls spelled and called among them; it is told by itself."""
     thought = f'a {call(HERMES, WRONG)} {{"ok": 3}}'
-    answer = {"format": '{"ok": 3}', "plain": "the a"}.get(what, call(HERMES, WRONG))
+    answer = {"format": '{"ok": 3}', "plain": "the a"} | dict.fromkeys(OTHERS, "b/a")
+    answer = answer.get(what, call(HERMES, WRONG))
     client = saying(thinking, monkeypatch, f"<think>{thought}</think>\n\n{answer}")
     asked = {
         "strict": ASKED,
@@ -176,11 +185,16 @@ def test_what_is_asked_for_begins_behind_the_thought(thinking, monkeypatch, what
         "format": {"model": MODEL, "messages": MESSAGES, "response_format": FORMAT, "seed": 2},
         "forced": ASKED | {"tool_choice": "required"},
         "plain": {"model": MODEL, "messages": MESSAGES},
-    }[what]
+    }
+    for way, form in OTHERS.items():
+        asked[way] = asked["plain"] | {"extra_body": {"structured_outputs": {way: form}}}
+    asked = asked[what]
     said, _ = both(client, **asked, max_tokens=300)
     assert said["thought"] == thought
     if what == "format":
         jsonschema.validate(json.loads(said["content"]), ANSWER)
+    elif what in OTHERS:
+        assert said["content"] == "b/a" and not said["calls"]
     elif what == "plain":
         assert said["content"] == "the a" and not said["calls"]
     else:
@@ -203,6 +217,64 @@ def test_a_thought_that_the_prompt_begins():
     assert thought.rule([begin]).count(str(begin)) == 0 < thought.rule([]).count(str(begin))
     tokenizer.chat_template = TEMPLATES["hermes"]
     assert Thought.of(tokenizer) is None
+
+
+def test_responses_tell_thoughts(thinking, monkeypatch):
+    """As an item of its own in front of the message, streamed as whole, and sent back."""
+    client = saying(thinking, monkeypatch, "<think>a the</think>\n\nthe a")
+    asked = {"model": MODEL, "max_output_tokens": 60, "extra_body": {"return_token_ids": True}}
+    found = client.responses.create(**asked, input="x")
+    thought, message = found.output
+    assert (thought.type, thought.content[0].text, thought.status) == (
+        *("reasoning", "a the", "completed"),
+    )
+    assert (message.type, message.content[0].text, message.status) == (
+        *("message", "the a", "completed"),
+    )
+    counted = len(thinking.engine.tokenizer("a the", add_special_tokens=False).input_ids)
+    assert found.usage.output_tokens_details.reasoning_tokens == counted
+    with client.responses.stream(**asked, input="x") as stream:
+        deltas = [(e.type.split(".")[1], e.delta) for e in stream if e.type.endswith(".delta")]
+        told = stream.get_final_response().output
+    assert [(item.type, item.content[0].text) for item in told] == [
+        (item.type, item.content[0].text) for item in found.output
+    ]
+    pieces = {kind: "".join(d for k, d in deltas if k == kind) for kind, _ in deltas}
+    assert pieces == {"reasoning_text": "a the", "output_text": "the a"}
+
+    turns = [{"role": "user", "content": "x"}, thought, message, {"role": "user", "content": "y"}]
+    again = client.responses.create(**asked, input=turns)
+    other = client.responses.create(**asked, input=[*turns[:1], *turns[2:]])
+    spoken = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            *({"role": "user", "content": "x"},),
+            {"role": "assistant", "content": "the a", "reasoning_content": "a the"},
+            *({"role": "user", "content": "y"},),
+        ],
+        extra_body={"return_token_ids": True},
+    )
+    assert again.prompt_token_ids == spoken.prompt_token_ids
+    assert other.prompt_token_ids == again.prompt_token_ids, "this template shows no thoughts"
+
+    # Cut within the thought there is no message but an empty one.
+    cut = client.responses.create(**asked | {"max_output_tokens": 2}, input="x")
+    assert [item.type for item in cut.output] == ["reasoning", "message"]
+    assert cut.output[0].content[0].text and not cut.output_text and cut.status == "incomplete"
+
+
+def test_forms_beside_tools(server, monkeypatch):
+    """A call, or what fits a form that is no schema; Llama's format knows no letter to tell by."""
+    for text in ("b/a", call(server.form, GOOD)):
+        client = saying(server, monkeypatch, text)
+        for way, form in OTHERS.items():
+            asked = ASKED | {"extra_body": {"structured_outputs": {way: form}}}
+            if server.form is LLAMA:
+                with pytest.raises(openai.BadRequestError, match="beside tools of Llama"):
+                    both(client, **asked)
+                continue
+            said, _ = both(client, **asked)
+            assert (said["content"] == "b/a") == (text == "b/a") == (not said["calls"])
 
 
 def test_history_has_thoughts(thinking):
@@ -243,7 +315,7 @@ def test_references_hold_where_schemas_are_put_together():
         return {**given, "required": ["x"], "additionalProperties": False}
 
     functions = [{"name": name, "strict": True, "parameters": of({"const": name})} for name in "fg"]
-    schema = LLAMA.or_call(of({"enum": [2, 3]}), functions)
+    schema = LLAMA.or_call({"json_schema": of({"enum": [2, 3]})}, functions)["json_schema"]
     good = [{"x": 3}, *({"name": n, "parameters": {"x": n}} for n in "fg")]
     wrong = [{"x": "f"}, {"name": "f", "parameters": {"x": "g"}}, {"name": "h", "parameters": {}}]
     check = jsonschema.Draft202012Validator(schema)

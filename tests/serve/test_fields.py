@@ -123,6 +123,60 @@ def test_words_that_are_not_said(client):
     assert not any(f" {word.strip()} " in other.choices[0].text for word in words)
 
 
+def test_log_probabilities_of_prompts(served):
+    """In vLLM's form: those of echo, the likeliest with ranks; whole answers have them."""
+    asked = {"prompt": [PROMPT, "The cat"], "max_tokens": 2, "seed": 3, **OWN}
+    echoed = served.post(COMPLETIONS, **asked, echo=True, logprobs=2).json()["choices"]
+    choices = served.post(COMPLETIONS, **asked, prompt_logprobs=2).json()["choices"]
+    both = served.post(COMPLETIONS, **asked, prompt_logprobs=4, echo=True, logprobs=2).json()
+    assert [choice["logprobs"] for choice in both["choices"]] == [c["logprobs"] for c in echoed]
+    for choice, told in zip(choices, echoed, strict=True):
+        first, *rest = choice["prompt_logprobs"]
+        prompt, values = choice["prompt_token_ids"], told["logprobs"]["token_logprobs"]
+        assert first is None and len(rest) == len(prompt) - 1 > 0 and choice["logprobs"] is None
+        for row, token, value in zip(rest, prompt[1:], values[1:], strict=False):
+            assert row[str(token)]["logprob"] == value
+            ranked = {each["rank"]: each["logprob"] for each in row.values() if each["rank"]}
+            assert ranked.keys() == {1, 2} and ranked[1] >= ranked[2]
+            assert len(row) - 2 == (row[str(token)]["rank"] is None)
+        rows = zip(rest, prompt[1:], strict=True)
+        names = [row[str(token)]["decoded_token"] for row, token in rows]
+        assert (PROMPT + "The cat").count("".join(names)) == 1
+    shared = {**ASKED[CHAT], **OWN, "max_tokens": 2}
+    chat = served.post(CHAT, **shared, prompt_logprobs=0).json()
+    alone = [next(iter(row)) for row in chat["prompt_logprobs"][1:]]
+    assert alone == [str(token) for token in chat["prompt_token_ids"][1:]]
+    audited = {"request": {"model": MODEL, **shared, "prompt_logprobs": 0}, "response": chat}
+    assert served.post_raw("/v1/audit", audited).json()["verdict"] == "same"
+    value = chat["prompt_logprobs"][1][alone[0]]
+    value["logprob"] -= 1e-6
+    assert served.post_raw("/v1/audit", audited).json()["verdict"] == "differs", "control"
+    streamed = served.post(CHAT, **shared, prompt_logprobs=0, stream=True)
+    assert streamed.status_code == 400 and "prompt_logprobs" in streamed.json()["error"]["param"]
+
+
+def test_tokens_that_may_be_said(served):
+    asked = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, **OWN}
+    free = served.post(COMPLETIONS, **asked).json()["choices"][0]["token_ids"]
+    few = sorted({*free})[:3]
+    held = served.post(COMPLETIONS, **asked, allowed_token_ids=few).json()["choices"][0]
+    assert {*held["token_ids"]} <= {*few} and not {*free} <= {*few}
+    wrong = served.post(COMPLETIONS, **asked, allowed_token_ids=[])
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "allowed_token_ids"
+
+
+def test_the_end_of_a_long_prompt(served):
+    """As much of it as leaves room for the answer; what may be one of several kinds is named."""
+    most = served.engine.config.max_model_len
+    long = {"prompt": f"{PROMPT} " * (most // 3), "max_tokens": 5, **OWN}
+    found = served.post(COMPLETIONS, **long, truncate_prompt_tokens=-1).json()
+    assert found["usage"]["prompt_tokens"] == most - 5
+    for wrong in (0, -2, "x"):
+        error = served.post(COMPLETIONS, **long, truncate_prompt_tokens=wrong).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens" and error["code"][:7] == "invalid"
+        assert f"{json.dumps(wrong)} is not allowed" in error["message"] or wrong == "x"
+
+
 def test_small_fields(served):
     """The id of a response, the end of a prompt, a stop string that is shown, a message that is
     continued."""
@@ -203,5 +257,16 @@ def test_an_operator(bundled):
         assert httpx.get(f"{server.url}/load", headers=headers).json() == {"server_load": 0}
         version = httpx.get(f"{server.url}/version", headers=headers).json()["version"]
         assert re.match(r"\d+\.\d+", version)
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+        for stream in (False, True):
+            answer = {**asked, "stream": stream}
+            httpx.post(f"{server.url}{COMPLETIONS}", headers=headers, json=answer)
+        told = httpx.get(f"{server.url}/metrics", headers=headers).text
+        for name, count in (("queue", 2), ("prefill", 1)):
+            label = f'vllm:request_{name}_time_seconds_count{{model_name="{MODEL}"}}'
+            assert f"{label} {count}.0\n" in told
         (card,) = server.client(openai.OpenAI, api_key="secret").models.list().data
         assert (card.root, card.parent, card.permission) == (MODEL, None, [])
+    with running(bundled, base="its base") as server:
+        (card,) = server.client().models.list().data
+        assert (card.id, card.parent) == (MODEL, "its base")

@@ -23,7 +23,7 @@ OF_TEXT = {
 }
 OF_TOKENS = {
     **{"n": (0, 129), "max_tokens": (0, 4000), "best_of": (2,), "suffix": ("x",)},
-    **{"store": (True,), "allowed_token_ids": ([5],), "bad_words": ([""],), "top_k": (-2,)},
+    **{"store": (True,), "allowed_token_ids": ([],), "bad_words": ([""],), "top_k": (-2,)},
     "structured_outputs": ({}, {"regex": "["}, {"regex": "a", "choice": ["a"]}, {"choice": [1]}),
     **{"guided_json": ("{",), "guided_grammar": ("start: x", "root ::= ((", "(\n" * 10**5)},
     **{"guided_regex": (5, "a" * 1001), "request_id": ("",), "truncate_prompt_tokens": (0,)},

@@ -68,6 +68,6 @@ def agent(form, values, answer, text):
             name = json.dumps(function["name"])
             inner = f'{{"name": {name}, "{form.arguments}": {json.dumps(given)}}}'
             return f"{form.before}{inner}{form.behind}"
-        return text if body.json_schema is None else json.dumps(answer)
+        return json.dumps(answer) if body.form else text
 
     return said

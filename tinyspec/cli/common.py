@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "choices": DTYPES, "help": "default: %(default)s"},
     "device": {"default": "auto", "help": "auto (default), cpu, cuda or cuda:N"},
     "revision": {"metavar": "NAME", "help": "branch, tag or commit on the hub"},
+    "lora": {"metavar": "NAME", "help": "hub name or folder of an adapter of PEFT's"},
     "trust_remote_code": {
         "action": "store_true",
         "default": None,
@@ -53,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Those of EngineConfig, and of Engine.from_pretrained.
 CONFIG = ("reference_rows", "max_rows", "max_model_len", "kv_dtype")
-SOURCE = ("revision", "trust_remote_code")
+SOURCE = ("revision", "lora", "trust_remote_code")
 LOADING = (*SOURCE, "dtype", "device")
 MODEL = ("model", *LOADING)
 # What some commands import, and the extra that brings it.
@@ -67,7 +68,7 @@ TYPES: dict[str, tuple[Any, str]] = {"int": (int, "N"), "float": (float, "N"), "
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words_ids"),
-    *("json_schema", "regex", "grammar", "thinking"),
+    *("allowed_token_ids", "json_schema", "regex", "grammar", "thinking"),
 )
 
 

@@ -28,7 +28,7 @@ def add_serve(parser: ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="default: %(default)s")
     add("--api-key", metavar="KEY", help="what clients must send (default: TINYSPEC_API_KEY)")
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help="of pages, or *")
-    add("--served-model-name", metavar="NAME", help="default: as --model")
+    add("--served-model-name", metavar="NAME", help="default: as --lora or --model")
     add("--deterministic", action="store_true", help="requests that do not say are deterministic")
     add("--warm-up", action="store_true", help="prove all passes before the first request")
     add("--max-requests", type=int, default=256, metavar="N", help="that run (default: 256)")
@@ -54,7 +54,8 @@ def serve(options: Namespace) -> int:
     from tinyspec.engine.async_engine import AsyncEngine
     from tinyspec.serve.app import Server, create_app
 
-    name = options.served_model_name or options.model or Path(common.model_name(options)).name
+    base = options.model or Path(common.model_name(options)).name
+    name = options.served_model_name or (options.lora and Path(options.lora).name) or base
     # A key given as an option stands in the list of processes.
     key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
@@ -62,7 +63,7 @@ def serve(options: Namespace) -> int:
         if options.warm_up:
             engine.warm_up()
         served = AsyncEngine(engine, **limits, stream_interval=options.stream_interval)
-        server = Server(served, name, options.deterministic, options.timeout)
+        server = Server(served, name, options.deterministic, options.timeout, options.lora and base)
         settings = uvicorn.Config(
             create_app(server, key, origins=options.allowed_origins),
             host=options.host,

@@ -8,9 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
+from time import monotonic
 from typing import Any
 
 from tinyspec.determinism.proving import Meanwhile
@@ -38,7 +39,7 @@ class Call:
 
     priority: lower begins first. future: of the answer that the task waits for, if it does. ended:
     it wants no more. error: what ended it. timer: ends it. Of the worker: requests, once they are
-    made; stream: of their events; rests: how many steps longer it tells none.
+    made; stream: of their events; rests: how many steps longer it tells none. queued: when.
     """
 
     make: Callable[[Engine], list[Request]]
@@ -51,13 +52,14 @@ class Call:
     requests: list[Request] | None = None
     stream: EventStream | None = None
     rests: int = 0
+    queued: float = field(default_factory=monotonic)
 
     def begin(self, engine: Engine, meanwhile: Meanwhile) -> None:
         """Make its requests and queue them. Raises what is wrong with them. meanwhile: as of
         ``Proving.pausing``."""
         requests = self.make(engine)
         for request in requests:
-            request.priority = self.priority
+            request.priority, request.queued = self.priority, self.queued
         engine.tracker.add(requests, meanwhile)
         if self.collect is None:
             self.stream = EventStream(requests, engine.tokenizer, engine.tracker, engine)

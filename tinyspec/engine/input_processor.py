@@ -37,7 +37,8 @@ from tinyspec.thinking.thinker import Thinker
 DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 # What of transformers' from_pretrained is handed on: to the tokenizer's too, and in all.
 SHARED = {"revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder"}
-LOADING = {"attn_implementation", "quantization_config", "use_safetensors", "variant"} | SHARED
+LOADING = {"attn_implementation", "quantization_config", "use_safetensors", "variant", "lora"}
+LOADING |= SHARED
 # One of these files is there where a tokenizer was saved.
 TOKENIZERS = [
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model"),
@@ -188,7 +189,7 @@ class InputProcessor:
             allowed += f"there are {pool.num_pages} (num_pages, max_model_len)"
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
-        for field in ("stop_token_ids", "eos_token_id", "logit_bias"):
+        for field in ("stop_token_ids", "eos_token_id", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, field) or ():
                 _check_token(field, token, size)
         for token in itertools.chain(*params.bad_words_ids or ()):
@@ -247,6 +248,7 @@ def load(
         dtype = found
     if given.get("quantization_config") is not None:  # quantized as it is loaded, so on the device
         given["device_map"] = {"": place}
+    lora = given.pop("lora", None)
     shared: dict[str, Any] = {name: given[name] for name in given.keys() & SHARED}
     try:
         thinks = (Path(name_or_path) / THINKING).is_file()
@@ -264,5 +266,12 @@ def load(
             raise refuse("attn_implementation", attention, allowed) from error
         allowed = "a folder with a model, or the name of one on the hub"
         raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
+    if lora is not None:
+        try:
+            model.load_adapter(str(lora))
+        except (AttributeError, ImportError, OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            allowed = f"an adapter that PEFT has saved for this model ({reason})"
+            raise refuse("lora", str(lora), allowed) from error
     moves = model.device.type != place.type or place.index not in (None, model.device.index)
     return model.to(place) if moves else model, tokenizer

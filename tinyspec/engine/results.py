@@ -142,7 +142,8 @@ class EventStream(Iterator[StreamEvent]):
                 fingerprint=request.fingerprint and request.fingerprint.digest,
                 prompt_logprobs=(request.prompt_logprobs or None) if first else None,
                 num_prompt_tokens=request.num_prompt,
-                cached_prompt_tokens=sequence.cached_prompt_tokens,
+                cached_prompt_tokens=sequence.known_stats.cached_prompt_tokens,
+                queue_seconds=sequence.known_stats.queue_seconds,
             )
             told.tokens += count
             if sequence.index == 0:

@@ -162,6 +162,9 @@ def process(
             own.copy_(penalise_repetition(own, seen, row.params.repetition_penalty))
         _add(own, row.penalties)
         _add(own, row.bad_words)
+        if only := row.params.allowed_token_ids:
+            kept = _integers(list(only), own.device)  # type: ignore[arg-type]
+            own.copy_(torch.full_like(own, -torch.inf).index_copy_(0, kept, own[kept]))
         if row.grammar is not None:
             try:
                 allowed = row.grammar.allowed(row.generated, row.committed, len(own), row.early)

@@ -6,6 +6,7 @@ State only; the scheduler and the engine change it. Host only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from tinyspec.outputs import CompletionStats
@@ -135,9 +136,9 @@ class Sequence:
         return self._stats
 
     @property
-    def cached_prompt_tokens(self) -> int:
-        """Of its statistics; without a look at the table."""
-        return self._stats.cached_prompt_tokens
+    def known_stats(self) -> CompletionStats:
+        """Without a look at the table: what of its statistics does not change while it runs."""
+        return self._stats
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -247,6 +248,7 @@ class Sequence:
     def enter(self, table: SequenceTable, window: int) -> None:
         """Take a row of ``table``; nothing is computed yet. window: most drafts that may wait."""
         request, params = self.request, self.params
+        self._stats.queue_seconds = self._stats.queue_seconds or monotonic() - request.queued
         prompt, given = request.num_prompt, self.given_tokens is not None
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
@@ -312,7 +314,7 @@ class Request:
     from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
     it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
     steps. thoughts: of the prompt, where it is thought about. tokenizer: parts of the fingerprint,
-    where its tokens depend on it. drafter: proposes tokens for it.
+    where its tokens depend on it. drafter: proposes tokens for it. queued: when, in seconds.
     """
 
     request_id: str
@@ -332,6 +334,7 @@ class Request:
     tokenizer: Any = None
     priority: float = 0
     drafter: Any = None
+    queued: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

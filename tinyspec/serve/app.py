@@ -49,7 +49,7 @@ NEVER |= {"prompt_tokens_details", "input_tokens_details"}
 REPLIES: dict[Any, type[replies.Reply]] = {
     protocol.ChatRequest: replies.ChatReply,
     protocol.CompletionRequest: replies.CompletionReply,
-    responses.ResponsesRequest: replies.ResponsesReply,
+    responses.ResponsesRequest: responses.ResponsesReply,
 }
 # What the OpenAPI document says of answers besides JSON with status 200.
 Described = dict[int | str, dict[str, Any]]
@@ -116,15 +116,16 @@ def while_connected(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 class Server:
     """Answers requests by one AsyncEngine.
 
-    model: the name it goes by. deterministic: whether requests that do not say are. timeout:
-    seconds that a request may take, or None. Raises ValueError naming what is not allowed, also for
-    an engine without a tokenizer.
+    model: the name it goes by. base: that of its model, where it is an adapter's. deterministic:
+    whether requests that do not say are. timeout: seconds that a request may take, or None. Raises
+    ValueError naming what is not allowed, also for an engine without a tokenizer.
     """
 
     engine: AsyncEngine
     model: str
     deterministic: bool = False
     timeout: float | None = None
+    base: str | None = None
 
     def __post_init__(self) -> None:
         self.timeout, engine = checked_timeout(self.timeout), self.engine.engine
@@ -143,9 +144,9 @@ class Server:
         self.fingerprint = engine.fingerprint
         # Ids of the latest replies, and of their first requests in the engine.
         self.latest: deque[tuple[str, str]] = deque(maxlen=1000)
-        self.card = {"id": self.model, "object": "model", "created": int(time.time())}
-        self.card |= {"owned_by": "tinyspec", "max_model_len": most}
-        self.card |= {"root": self.model, "parent": None, "permission": []}
+        self.card: dict[str, Any] = {"id": self.model, "object": "model", "owned_by": "tinyspec"}
+        self.card |= {"created": int(time.time()), "max_model_len": most}
+        self.card |= {"root": self.model, "parent": self.base, "permission": []}
 
     def check_model(self, name: str | None) -> None:
         """Raises ValueError for another model than the one that is served."""
@@ -192,9 +193,13 @@ class Server:
     ) -> tuple[replies.Reply, SamplingParams]:
         """What the answer begins with, and the parameters; ``seed`` in place of one that is drawn.
         Raises ValueError."""
-        began = time.monotonic()
+        began, echo = time.monotonic(), getattr(body, "echo", False)
         self.check_model(body.model)
-        prompts = [ids[-body.truncate_prompt_tokens :] for ids in await self.token_ids(body)]
+        prompts, most = await self.token_ids(body), body.truncate_prompt_tokens
+        if most == -1:  # what leaves room for the answer
+            wanted = getattr(body, "max_completion_tokens", None) or body.max_new_tokens
+            most = max(1, self.card["max_model_len"] - (wanted or 1))
+        prompts = [ids[-most:] if most else ids for ids in prompts]
         read, given = wanted_calls(body, self.tokenizer, prompts)
         wanted = body.deterministic
         given["deterministic"] = self.deterministic if wanted is None else wanted
@@ -208,10 +213,11 @@ class Server:
         params = body.params(**given)
         about = (body, prompts, self.tokenizer, self.fingerprint)
         reply = REPLIES[type(body)](*about, partial(read, params=params), seed, began)
-        if params.prompt_logprobs and params.top_logprobs:
+        asked = max(getattr(body, "prompt_tops", None) or 0, params.top_logprobs * echo)
+        if params.prompt_logprobs and asked:
             # The likeliest tokens in place of each but the first, which the others continue.
             long = [p for p in prompts if p[1:]]
-            tops = SamplingParams(top_logprobs=params.top_logprobs)
+            tops = SamplingParams(top_logprobs=asked)
             halves = [p[:1] for p in long], [p[1:] for p in long]
             scored = await self.engine.scored(*halves, tops, body.priority) if long else []
             found = (output.completions[0].top_logprobs or None for output in scored)
@@ -292,6 +298,7 @@ class Server:
     ) -> AsyncIterator[str]:
         event: StreamEvent | None = first
         last, seconds = reply.began, self.metrics.first_token
+        self.metrics.prefill.observe(time.monotonic() - last - first.queue_seconds)
         try:
             async with aclosing(events):
                 while event is not None:

@@ -92,7 +92,8 @@ def told(faults: Any, sent: Any) -> tuple[str, str | None, str]:
     found = [fault for fault in faults if rank(fault) == most]
     kind, place = (first := found[0])["type"], [*map(str, place_of(first, sent))]
     param, shown = place[0] if place else None, short(first["input"])
-    served = [each["ctx"]["expected"] for each in found if kind == "literal_error"]
+    literal = all(each["type"] == "literal_error" for each in found)
+    served = [each["ctx"]["expected"] for each in found if literal]
     if served or (
         kind == "extra_forbidden" and (served := [*map(str, DEFAULTS.get(str(param), ()))])
     ):

@@ -17,13 +17,15 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 class Metrics(Collector):
     """Of one server, in a registry of its own. The engine's numbers are asked for when they are
-    read. first_token, between_tokens: seconds, of streams."""
+    read. prefill, first_token, between_tokens: seconds, of streams."""
 
     def __init__(self, engine: AsyncEngine, model: str):
         self._engine, self._model = engine, model
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._latency = self._seconds("vllm:e2e_request_latency_seconds")
+        self._queue = self._seconds("vllm:request_queue_time_seconds")
+        self.prefill = self._seconds("vllm:request_prefill_time_seconds")
         self.first_token = self._seconds("vllm:time_to_first_token_seconds")
         self.between_tokens = self._seconds("vllm:inter_token_latency_seconds")
         self._prompts = self._count("vllm:prompt_tokens").labels(model)
@@ -42,6 +44,7 @@ class Metrics(Collector):
         """Count the tokens of an event, and its end."""
         self._generated.inc(len(event.token_ids))
         if event.finish_reason is not None:
+            self._queue.observe(event.queue_seconds)
             self._ended.labels(self._model, event.finish_reason).inc()
 
     def answered(self, began: float, prompts: list[list[int]], completions: int) -> None:

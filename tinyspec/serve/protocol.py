@@ -73,6 +73,12 @@ def known(data: Any, inner: tuple[str, ...] = INNER) -> Any:
     return dict(islice(given, MOST_FIELDS + 1))
 
 
+def not_zero(number: int) -> int:
+    if not number:
+        raise ValueError("0 is not allowed: tokens, or -1 for as many as fit")
+    return number
+
+
 KNOWN, NO_NULLS = BeforeValidator(known), BeforeValidator(lambda data: known(data, ()))
 Tool = Annotated[chat.ChatCompletionFunctionToolParam, KNOWN]
 NamedTool = Annotated[chat.ChatCompletionNamedToolChoiceParam, KNOWN]
@@ -152,7 +158,8 @@ class TextRequest(Strict):
     guided_choice: Annotated[Any, AfterValidator(lambda form: structured({"choice": form}))] = {}
     guided_grammar: Annotated[Any, AfterValidator(lambda form: structured({"grammar": form}))] = {}
     top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] = 0
-    truncate_prompt_tokens: int = Field(0, ge=1)
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(not_zero)] = 0
+    allowed_token_ids: Annotated[FastList[TokenId], Field(min_length=1)] | None = None
 
     @property
     def form(self) -> dict[str, Any]:
@@ -161,8 +168,6 @@ class TextRequest(Strict):
         if len(given) > 1:
             raise refuse(max(given), "...", f"left out beside {min(given)}")
         return next(iter(given.values()), {})
-
-    json_schema = property(lambda self: self.form.get("json_schema"))
 
     @property
     def completions(self) -> int:
@@ -175,8 +180,10 @@ class TextRequest(Strict):
             raise refuse("stream_options", "...", "none without stream=true")
         own = {name: value for name, value in self if name in SAMPLING}
         own = {name: value for name, value in own.items() if value is not None} | self.form
-        if "grammar" in own.keys() & given.keys():
-            raise refuse("grammar", "...", "left out where calls are forced")
+        if (tops := getattr(self, "prompt_tops", None)) is not None:
+            if self.stream:
+                raise refuse("prompt_tops", tops, "none with stream=true")
+            given["prompt_logprobs"] = True
         return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
 
 
@@ -192,6 +199,7 @@ class TokenRequest(TextRequest):
     response_format: ResponseFormat | None = None
     bad_words: Annotated[FastList[StopString], Field(max_length=MOST_FIELDS)] = []
     include_stop_str: bool = Field(False, alias="include_stop_str_in_output")
+    prompt_tops: int | None = Field(None, ge=0, le=20, alias="prompt_logprobs")
 
 
 class CompletionRequest(TokenRequest):

@@ -68,7 +68,7 @@ class Reading:
     """Splits a growing text into thought, content and calls of the functions ``names``: from where
     a call may begin it is held back to its end. Without a ``format`` there are no calls, without
     ``thought``'s tokens no thoughts. params: of the request, whose stop strings are no part of the
-    text. prompt: token ids."""
+    text. prompt: token ids. thought_tokens: how many there were."""
 
     format: Calls | None = None
     names: set[str] = field(default_factory=set)
@@ -76,6 +76,7 @@ class Reading:
     params: SamplingParams | None = None
     prompt: list[int] | None = None
     thought: Thought | None = None
+    thought_tokens: int = 0
     _held: str = ""
     _begins: bool = True
 
@@ -91,13 +92,16 @@ class Reading:
         last = event.finish_reason is not None
         if not self._marks:
             return "", *self.push(event.text or "", last)
-        text, stream = "", self._stream
-        for mark, tokens in groupby(event.token_ids, self._marks.get):
+        text, stream, thinks = "", self._stream, self._thinks
+        for mark, group in groupby(event.token_ids, self._marks.get):
+            tokens = [*group]
             if mark:
-                text += (stream.push([], last=True) or "") + mark * len(run := [*tokens])
-                stream.push(run, last=True)  # stop strings may reach over them
+                text += (stream.push([], last=True) or "") + mark * len(tokens)
+                stream.push(tokens, last=True)  # stop strings may reach over them
+                thinks = mark == THINK if mark in (THINK, THOUGHT) else thinks
             else:
-                text += stream.push([*tokens], last=False) or ""
+                self.thought_tokens += len(tokens) * thinks
+                text += stream.push(tokens, last=False) or ""
         thought, text = self._split(text + (stream.push([], last) or ""))
         content, calls = self.push(text, last)
         return self._shown(thought), self._shown(content), calls

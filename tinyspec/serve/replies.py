@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
-from tinyspec.serve.protocol import FORMS
 from tinyspec.serve.reading import Reading
 from tinyspec.text.decoding import INCOMPLETE, bytes_of
 from tinyspec.text.stream import TextStream
@@ -22,11 +21,6 @@ from tinyspec.text.stream import TextStream
 LEAST_LOGPROB = -9999.0
 # What completions say of a token.
 OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-# What of the request its response does not repeat, and what all responses here have.
-NOT_REPEATED = {"input", "stream", "stream_options", *FORMS}
-NOTHING = dict.fromkeys(("max_tool_calls", "previous_response_id", "reasoning"))
-UNKNOWN = dict.fromkeys(("parameters", "strict"))
-THOUGHT = {"output_tokens_details": {"reasoning_tokens": 0}}
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
 SHARED = {field.name for field in fields(StreamEvent)}
@@ -38,8 +32,7 @@ def events_of(outputs: Iterable[RequestOutput]) -> list[StreamEvent]:
     for number, output in enumerate(outputs):
         for index, completion in enumerate(output.completions):
             place = {"prompt": number, "index": index}
-            cached = {"cached_prompt_tokens": completion.stats.cached_prompt_tokens}
-            own = {**vars(output), **vars(completion), **place, **cached}
+            own = {**vars(output), **vars(completion.stats), **vars(completion), **place}
             events.append(StreamEvent(**{n: own[n] for n in own.keys() & SHARED}))
     return events
 
@@ -47,11 +40,6 @@ def events_of(outputs: Iterable[RequestOutput]) -> list[StreamEvent]:
 def sse(data: Any) -> str:
     """One event of a stream; ASCII, so that any string can be sent."""
     return f"data: {json.dumps(data)}\n\n"
-
-
-def flat(tool: Any) -> Any:
-    """A tool, or the choice of one, as responses have it."""
-    return tool if isinstance(tool, str) else {"type": "function", **tool["function"]}
 
 
 def share(logprob: float | None) -> float | None:
@@ -76,7 +64,8 @@ class Reply:
 
     prompts: token ids. fingerprint: the engine's, until an output has one.
     seed: as drawn, where the request has none. read: makes what finds thoughts and calls.
-    began: when it came. prompt_tops: of each prompt, the likeliest tokens from its second place on.
+    began: when it came. prompt_tops: of each prompt, the likeliest tokens from its second place on;
+    prompt_told: what was said of one.
     """
 
     kind: ClassVar[str]
@@ -92,6 +81,7 @@ class Reply:
     began: float
     generated: int = 0
     prompt_tops: list[Any] = field(default_factory=list)
+    prompt_told: list[Any] | None = None
     _cached: dict[int, int] = field(default_factory=dict)
     _choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
@@ -112,7 +102,28 @@ class Reply:
         own: dict[str, Any] = {"token_ids": event.token_ids} if self.body.return_token_ids else {}
         own |= {"index": event.prompt * self.body.completions + event.index}
         own |= {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
+        if (known := event.prompt_logprobs) and getattr(self.body, "prompt_tops", None) is not None:
+            self.prompt_told = own["prompt_logprobs"] = [*self._of_prompt(event.prompt, known)]
         return self._choices[key], own
+
+    def _of_prompt(self, number: int, known: list[float | None]) -> Iterator[Any]:
+        """Of each token of a prompt what vLLM says of it and of the likeliest in its place."""
+        texts, most = TextStream(self.tokenizer, special=True), self.body.prompt_tops
+        tops: list[Any] = [[], *((self.prompt_tops and self.prompt_tops[number]) or ())]
+        for place, (token, logprob) in enumerate(zip(self.prompts[number], known, strict=True)):
+            top: list[Any] = tops[place][:most] if most else []
+            told: dict[int, Any] = {n: (value, r) for r, (n, value) in enumerate(top, start=1)}
+            told[token] = logprob, told.get(token, (0, None))[1]
+            names = ("logprob", "rank", "decoded_token")
+            yield (
+                None
+                if logprob is None
+                else {
+                    str(n): dict(zip(names, (share(value), rank, texts.peek(n)), strict=True))
+                    for n, (value, rank) in told.items()
+                }
+            )
+            texts.push([token], last=False)
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         """What an event adds to its choice, or all of it."""
@@ -183,9 +194,9 @@ class CompletionReply(Reply):
                 # What the tokenizer puts in front is no part of what was sent.
                 cut = len(decoded) - len(echo) if decoded.endswith(echo) else 0
                 own["text"] = echo + own["text"]
-                if (known := event.prompt_logprobs) is not None:
+                if (known := event.prompt_logprobs) and event.logprobs is not None:
                     rest = self.prompt_tops[event.prompt] if self.prompt_tops else None
-                    tops = rest and [[], *rest]
+                    tops = rest and [[], *(top[: self.body.top_logprobs] for top in rest)]
                     texts = TextStream(self.tokenizer, special=True)
                     rows += self._rows(choice, texts, (prompt, known, tops), cut)
                 choice.place = len(echo)
@@ -219,6 +230,7 @@ class ChatReply(Reply):
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         choice, own = self.note(event)
+        own.pop("prompt_logprobs", None)
         thought, content, calls = choice.text.told(event)
         message: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
         message |= {"reasoning_content": thought} if thought else {}
@@ -237,8 +249,9 @@ class ChatReply(Reply):
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = super()._head(kind)
-        ids = self.body.return_token_ids and kind == self.kind
-        return {**head, "prompt_token_ids": self.prompts[0]} if ids else head
+        if kind == self.kind and self.body.return_token_ids:
+            head["prompt_token_ids"] = self.prompts[0]
+        return {**head, "prompt_logprobs": self.prompt_told} if self.prompt_told else head
 
     def _logprobs(self, event: StreamEvent, texts: TextStream) -> list[dict[str, Any]]:
         """Of each token of an event."""
@@ -256,101 +269,3 @@ class ChatReply(Reply):
             found.append({**named(token, logprob), "top_logprobs": best})
             texts.push([token], last=False)
         return found
-
-
-class ResponsesReply(Reply):
-    """Of ``/v1/responses``: one message, where there is text or no call, then the calls; and the
-    events by which they grow. An answer that is not streamed is what these would have built."""
-
-    kind, prefix = "response", "resp"
-    counted = ("input_tokens", "output_tokens")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._text, self._tokens, self._number = "", list[int](), 0
-        self._opened, self._calls = False, list[dict[str, Any]]()
-        self._status, self._message = "in_progress", f"msg_{self.reply_id}"
-        self._error: dict[str, Any] | None = None
-
-    def _event(self, name: str, **data: Any) -> str:
-        data = {"type": f"response.{name}", "sequence_number": self._number, **data}
-        self._number += 1
-        return f"event: {data['type']}\n{sse(data)}"
-
-    @property
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-
-    def _item(self, content: list[Any]) -> dict[str, Any]:
-        about = {"type": "message", "role": "assistant", "id": self._message}
-        return {**about, "status": self._status, "content": content}
-
-    def _response(self) -> dict[str, Any]:
-        """The response as it is now."""
-        ended = self._status in ("completed", "incomplete")
-        cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        ids = {"token_ids": self._tokens, "prompt_token_ids": self.prompts[0]}
-        return {
-            **NOTHING,
-            **self.body.model_dump(exclude=NOT_REPEATED, by_alias=True),
-            "tools": [{**UNKNOWN, **flat(tool)} for tool in self.body.tools],
-            "tool_choice": flat(self.body.tool_choice),
-            **(ids if self.body.return_token_ids else {}),
-            **self._head(self.kind),
-            "error": self._error,
-            "created_at": self.created,
-            "completed_at": int(time.time()) if ended else None,
-            "status": self._status,
-            "incomplete_details": cut,
-            "output": ([self._item([self._part])] * self._opened + self._calls) * ended,
-            "usage": {**self.usage, **THOUGHT} if ended else None,
-        }
-
-    def whole(self, events: Iterable[StreamEvent]) -> dict[str, Any]:
-        for event in events:
-            for _ in self.chunks(event):
-                pass
-        return self._response()
-
-    def chunks(self, event: StreamEvent) -> Iterator[str]:
-        (choice, _), place = self.note(event), {"output_index": 0}
-        _, text, calls = choice.text.told(event)
-        ended, part = event.finish_reason, {**place, "content_index": 0, "item_id": self._message}
-        if not choice.begun:
-            choice.begun = True
-            yield self._event("created", response=self._response())
-            yield self._event("in_progress", response=self._response())
-        self._tokens += event.token_ids
-        for call in calls:
-            about = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
-            self._calls.append({**about, **call["function"]})
-        if not self._opened and (text or (ended and not self._calls)):
-            self._opened = True
-            yield self._event("output_item.added", **place, item=self._item([]))
-            yield self._event("content_part.added", **part, part=self._part)
-        if text:
-            self._text += text
-            yield self._event("output_text.delta", **part, delta=text, logprobs=[])
-        if not ended:
-            return
-        self._status = "completed" if ended == "stop" else "incomplete"
-        if self._opened:
-            yield self._event("output_text.done", **part, text=self._text, logprobs=[])
-            yield self._event("content_part.done", **part, part=self._part)
-            yield self._event("output_item.done", output_index=0, item=self._item([self._part]))
-        for number, call in enumerate(self._calls, int(self._opened)):
-            of, text = {"item_id": call["id"], "output_index": number}, call["arguments"]
-            begun = {**call, "arguments": "", "status": "in_progress"}
-            call["status"] = self._status if call is self._calls[-1] else "completed"
-            yield self._event("output_item.added", output_index=number, item=begun)
-            yield self._event("function_call_arguments.delta", **of, delta=text)
-            yield self._event("function_call_arguments.done", **of, arguments=text)
-            yield self._event("output_item.done", output_index=number, item=call)
-
-    def end(self) -> Iterator[str]:
-        yield self._event(self._status, response=self._response())
-        yield "data: [DONE]\n\n"
-
-    def failed(self, error: dict[str, Any]) -> str:
-        self._status, self._error = "failed", {**error, "code": "server_error"}
-        return self._event("failed", response=self._response())

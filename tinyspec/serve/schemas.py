@@ -18,6 +18,9 @@ LONGEST_PATTERN, MOST_REPEATED = 1000, 5000
 # An escape, a class, a count, or one character.
 PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\s*\d[\d,\s]*\}|.", re.DOTALL)
 
+# What a pattern of Lark's has no room for.
+UNESCAPED, ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL), {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+
 
 def checked(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema of a request, whose patterns are none that take long to read. Raises ValueError."""
@@ -65,13 +68,26 @@ def structured(given: dict[str, Any]) -> dict[str, Any]:
             case [("json", dict() | str() as schema)]:
                 schema = json.loads(schema) if isinstance(schema, str) else schema
                 return {"json_schema": checked(schema)}
+            case [("json_object", True)]:
+                return {"json_schema": {"type": "object"}}
             case [("choice", [str(), *_] as texts)] if all(isinstance(t, str) for t in texts):
                 return {"grammar": f"start: {' | '.join(map(json.dumps, texts))}"}
             case [("regex" | "grammar" as name, str(text))]:
                 for line in text.splitlines():
                     checked({"pattern": line})
                 return {name: any_to_lark(text) if name == "grammar" else text}
-    raise ValueError(f"{given!r:.200} is not allowed: one of json, regex, choice and grammar is")
+    allowed = "one of json, json_object, regex, choice and grammar is"
+    raise ValueError(f"{given!r:.200} is not allowed: {allowed}")
+
+
+def answer_rule(form: dict[str, Any]) -> str:
+    """What stands in a Lark grammar for a text of this ``form``, as ``form_of`` has it."""
+    ((way, given),) = form.items()
+    if way == "json_schema":
+        return f"%json {json.dumps(given)}"
+    if way == "grammar":
+        return f"%lark {{\n{given}\n}}"
+    return f"/{re.sub(UNESCAPED, lambda found: ESCAPED.get(found[0], found[0]), given)}/"
 
 
 def repeated(pattern: str) -> int:

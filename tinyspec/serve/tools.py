@@ -19,8 +19,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tinyspec.errors import refuse
+from tinyspec.sampling_params import STRUCTURES
 from tinyspec.serve.reading import BEGIN, END, Call, Reading, Thought
-from tinyspec.serve.schemas import checked, moved
+from tinyspec.serve.schemas import answer_rule, checked, moved
 
 DECODER = json.JSONDecoder()
 # One byte, as a token of its own.
@@ -74,13 +75,14 @@ class ToolFormat:
             free += f"first: {_none_of(never | beginning(tokenizer, self.begin[0]))}\n"
         return f"call: {call}\nbody: {' | '.join(calls)}\n{free}"
 
-    def or_call(self, schema: dict[str, Any], functions: list[Any]) -> dict[str, Any]:
-        """A schema of what fits ``schema``, or is a call. Raises ValueError for one that a call
-        fits whose arguments do not follow theirs."""
+    def or_call(self, asked: dict[str, Any], functions: list[Any]) -> dict[str, Any]:
+        """A form for what is as ``asked``, or a call. Raises ValueError for one that a call fits
+        whose arguments do not follow theirs, and for what is no schema."""
+        schema = asked.get("json_schema", {})
         names = schema.get("properties", {}).keys()
         if schema.get("additionalProperties") is not False or names >= {"name", self.arguments}:
             allowed = "an object without additionalProperties beside tools of Llama's format"
-            raise refuse("response_format", "...", f"{allowed}, and not of name and parameters")
+            raise refuse("json_schema", "...", f"{allowed}, and not of name and parameters")
         parts = [moved(schema, "#/anyOf/0/")]
         for place, function in enumerate(functions, start=1):
             within = f"#/anyOf/{place}/properties/{self.arguments}/"
@@ -88,7 +90,7 @@ class ToolFormat:
             about = {"name": {"const": function["name"]}, self.arguments: moved(given, within)}
             parts.append({"type": "object", "properties": about, "required": [*about]})
             parts[-1]["additionalProperties"] = False
-        return {"anyOf": parts}
+        return {"json_schema": {"anyOf": parts}}
 
     def text(self, several: bool) -> str:
         """Of a grammar: how free text and calls, or at most one, follow each other."""
@@ -190,30 +192,29 @@ def wanted_calls(
     those that make it say what is asked for. Raises ValueError."""
     every = [tool["function"] for tool in getattr(body, "tools", ())]
     how, functions = chosen(getattr(body, "tool_choice", "none"), every)
-    schema = getattr(body, "json_schema", None)
-    schema = schema if isinstance(schema, dict) else None
-    thought = Thought.of(tokenizer) if hasattr(body, "messages") else None
+    asked = body.form
+    thought = Thought.of(tokenizer) if hasattr(body, "tools") else None
     read, rules = partial(Reading, tokenizer=tokenizer, thought=thought), ""
-    wanted = None if schema is None or thought is None else "answer"
+    wanted = "answer" if asked and thought else None
     if how != "none" and functions:
         form = format_of(tokenizer)
-        if how == "required" and schema is not None:
-            raise refuse("response_format", "...", "text where a call is forced")
+        if how == "required" and asked:
+            raise refuse("json_schema", "...", "none where a call is forced")
         several, forced = body.parallel_tool_calls, how == "required"
         exact = any(function.get("strict") for function in functions) or not several
-        if exact or forced or schema is not None or len(functions) < len(every):
-            form = replace(form, known=True, first=not form.tokens, answers=schema is not None)
+        if exact or forced or asked or len(functions) < len(every):
+            form = replace(form, known=True, first=not form.tokens, answers=bool(asked))
             wanted = "call" if forced else form.text(several)
-            wanted = wanted if schema is None else "(call | answer)"
+            wanted = "(call | answer)" if asked else wanted
             rules = form.rules(functions, tokenizer, thought, forced)
         names = {function["name"] for function in functions}
         read = partial(read, form, names)
     if wanted is None:
         return read, {}
-    if schema is not None:
+    if asked:
         if rules and form.begin == "{":  # one reader of both: no letter tells which it is
-            schema, wanted = form.or_call(schema, functions), "answer"
-        rules += f"answer: %json {json.dumps(schema)}\n"
+            asked, wanted = form.or_call(asked, functions), "answer"
+        rules += f"answer: {answer_rule(asked)}\n"
     if thought is not None:
         wanted, rules = f"thought {wanted}", rules + thought.rule(prompts[0])
-    return read, {"grammar": f"start: {wanted}\n{rules}", "json_schema": None}
+    return read, dict.fromkeys(STRUCTURES) | {"grammar": f"start: {wanted}\n{rules}"}
