@@ -198,7 +198,7 @@ def test_an_adapter_is_loaded_beside_its_model(tmp_path, dtype):
         control = engine.generate(PROMPTS, DETERMINISTIC)
     assert [*map(bits, found)] == [*map(bits, expected)] != [*map(bits, control)]
     for wrong in (tmp_path / "none", tmp_path / "base"):
-        with pytest.raises(ValueError, match="lora=.* is not allowed: an adapter that PEFT has"):
+        with pytest.raises(ValueError, match=r"lora=.* is not allowed: an adapter that PEFT has"):
             Engine.from_pretrained(tmp_path / "base", **given, lora=wrong)
 
 

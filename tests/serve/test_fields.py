@@ -161,6 +161,10 @@ def test_tokens_that_may_be_said(served):
     few = sorted({*free})[:3]
     held = served.post(COMPLETIONS, **asked, allowed_token_ids=few).json()["choices"][0]
     assert {*held["token_ids"]} <= {*few} and not {*free} <= {*few}
+    for own in ({"guided_regex": "[0-9]+"}, {"bad_words": ["a"], "guided_regex": "a+"}):
+        few = {"allowed_token_ids": few} if len(own) == 1 else {}
+        none = served.post(COMPLETIONS, **asked, **own, **few)
+        assert none.status_code == 400 and "no token may follow" in none.json()["error"]["message"]
     wrong = served.post(COMPLETIONS, **asked, allowed_token_ids=[])
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "allowed_token_ids"
 

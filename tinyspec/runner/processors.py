@@ -33,6 +33,8 @@ _MOST = 1e30
 SHARED = "; if it keeps state, logits_processors must be a function that makes each list anew"
 # How the error of a completion begins whose grammar could not go on.
 GAVE_UP = "llguidance gave up"
+# The error of one whose parameters contradict each other.
+NONE_LEFT = "no token may follow: allowed_token_ids, bad_words_ids and the text's form exclude all"
 # What processors raised, by place.
 Errors = dict[int, tuple[str, Exception]]
 
@@ -161,7 +163,7 @@ def process(
             seen = _integers(sorted(set(row.history)), own.device)
             own.copy_(penalise_repetition(own, seen, row.params.repetition_penalty))
         _add(own, row.penalties)
-        _add(own, row.bad_words)
+        _add(own, bad := row.bad_words)
         if only := row.params.allowed_token_ids:
             kept = _integers(list(only), own.device)  # type: ignore[arg-type]
             own.copy_(torch.full_like(own, -torch.inf).index_copy_(0, kept, own[kept]))
@@ -172,6 +174,8 @@ def process(
                 errors[n] = f"{GAVE_UP}: {error}", error
             else:
                 own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
+        if (bad or only) and bool((own == -torch.inf).all()):
+            errors[n] = NONE_LEFT, ValueError(NONE_LEFT)
         left[n] = iter(row.params.functions["logits_processors"])
     while places:
         found = [_row_by_row(scores, special[n], n, left[n], errors) for n in places]

@@ -30,7 +30,7 @@ from tinyspec.engine.prompts import continuation_ids, to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
-from tinyspec.runner.processors import GAVE_UP
+from tinyspec.runner.processors import GAVE_UP, NONE_LEFT
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.serve import protocol, replies, responses
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Failure, Guard, answer_error, failure
@@ -291,7 +291,7 @@ class Server:
             error = event.error or "aborted"
             if error.startswith(GAVE_UP):
                 raise refuse("json_schema", "...", f"what a text can follow ({error})")
-            raise HTTPException(500, error)
+            raise HTTPException(400 if error == NONE_LEFT else 500, error)
 
     async def _sent(
         self, reply: replies.Reply, first: StreamEvent, events: Any

@@ -54,7 +54,7 @@ FastList = Annotated[list[T], Field(fail_fast=True)]
 Objects = Annotated[list[T], Field(fail_fast=True, max_length=2**14)]
 MOST_FIELDS = 1024
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(max_length=1024)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 # OpenAI's seeds have a sign.
@@ -195,7 +195,9 @@ class TokenRequest(TextRequest):
     stop_strings: StopString | Annotated[FastList[StopString], Field(max_length=4)] = Field(
         [], alias="stop"
     )
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_FIELDS), KNOWN] = {}
+    logit_bias: Annotated[
+        dict[Annotated[TokenId, Field(strict=False)], Bias], Field(max_length=MOST_FIELDS), KNOWN
+    ] = {}
     response_format: ResponseFormat | None = None
     bad_words: Annotated[FastList[StopString], Field(max_length=MOST_FIELDS)] = []
     include_stop_str: bool = Field(False, alias="include_stop_str_in_output")
@@ -240,7 +242,9 @@ class TextPart(Strict):
 
 class FunctionCall(Strict):
     name: str
-    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
+    arguments: Annotated[
+        Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)
+    ] = {}
     parsed_arguments: Any = Field(None, exclude=True)
 
 

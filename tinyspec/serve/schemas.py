@@ -61,9 +61,9 @@ def form_of(given: Any) -> dict[str, Any]:
 
 def structured(given: dict[str, Any]) -> dict[str, Any]:
     """That for vLLM's structured_outputs. Raises ValueError."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
-    with suppress(GbnfToLarkError, RecursionError):
+    with suppress(RecursionError):
         match [*given.items()]:
             case [("json", dict() | str() as schema)]:
                 schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -75,7 +75,10 @@ def structured(given: dict[str, Any]) -> dict[str, Any]:
             case [("regex" | "grammar" as name, str(text))]:
                 for line in text.splitlines():
                     checked({"pattern": line})
-                return {name: any_to_lark(text) if name == "grammar" else text}
+                try:
+                    return {name: any_to_lark(text) if name == "grammar" else text}
+                except Exception as error:  # any, and many
+                    raise refuse(name, text, f"one of Lark's or GBNF ({error})") from None
     allowed = "one of json, json_object, regex, choice and grammar is"
     raise ValueError(f"{given!r:.200} is not allowed: {allowed}")
 
