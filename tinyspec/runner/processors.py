@@ -23,6 +23,7 @@ from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.device_queue import to_device
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 
 Processor = Callable[..., Tensor]
@@ -105,6 +106,25 @@ class SpecialRow:
     thread: int | None = None
     grammar: Any = None
     committed: int = 0
+
+    @classmethod
+    def of(cls, sequence: Sequence, position: int, forced: int = -1) -> SpecialRow:
+        """For its token at ``position``, which is ``forced`` unless that is -1."""
+        request, params = sequence.request, sequence.params
+        generated = position - request.num_prompt
+        if sequence.teacher_forced and sequence.given_tokens is not None:
+            forced = sequence.given_tokens[generated]
+        return cls(
+            params,
+            generated,
+            sequence.before(position) if params.changes_logits else [],
+            forced,
+            "scores" in request.keeps,
+            "logits" in request.keeps,
+            request.thread,
+            sequence.grammar,
+            generated if sequence.teacher_forced else min(generated, sequence.num_generated),
+        )
 
     @property
     def early(self) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 from tinyspec.config import EngineConfig
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.scheduler.passes import DIRECT, DRAFTING, PADDED, Pass, ScheduledRows
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.scheduler.step import DIRECT, DRAFTING, PADDED, Step
 
 # Rows of the sequence table, and how many positions of each.
 _Part = tuple[Array, Array]
@@ -81,7 +81,7 @@ class Scheduler:
         parts = rows[~exact], others[~full], others[full], prompts[asked], prompts[~asked]
         return _Candidates(*parts, pending)
 
-    def schedule(self) -> Pass | None:
+    def schedule(self) -> Step | None:
         """The next pass, its pages granted; None when nothing can run."""
         if self.table.is_ahead:  # the table as it will be: no sequence enters or leaves
             return self._plan()
@@ -90,7 +90,7 @@ class Scheduler:
             pass
         return planned
 
-    def _plan(self) -> Pass | None:
+    def _plan(self) -> Step | None:
         """A pass of the first kind, canonical or fast, that has rows with pages."""
         candidates = self._candidates()
         # After a canonical pass without room for every decoding sequence, a fast pass comes first.
@@ -102,28 +102,28 @@ class Scheduler:
             plan = self._canonical if canonical else self._fast
             granted = self._grant(plan(candidates), canonical)
             if len(granted):
-                return self._pass(granted, candidates, canonical)
+                self._choose_bucket(granted, candidates)
+                return granted
             candidates = self._candidates()  # without those that were preempted
         return None
 
-    def _pass(self, works: ScheduledRows, candidates: _Candidates, canonical: bool) -> Pass:
-        smallest = self.buckets.fit(works.num_rows)
-        bucket = self.buckets.fit_canonical(works.num_rows) if canonical else smallest
-        everyone = len(works) == len(self.table)
-        self._left_out = canonical and not everyone and self._leaves_out(works, candidates)
-        way = ""
-        if canonical:  # also without a deterministic row: canonical pages may be shared
-            way = DIRECT if bucket == smallest else PADDED
-        elif len(candidates.drafting) and self.table.deterministic[works.rows].any():
-            way = DRAFTING
-        return Pass(works, self.table, bucket, canonical, way)
+    def _choose_bucket(self, step: Step, candidates: _Candidates) -> None:
+        """Its bucket, and the way that it is."""
+        step.bucket = smallest = self.buckets.fit(step.num_rows)
+        everyone = len(step) == len(self.table)
+        self._left_out = step.canonical and not everyone and self._leaves_out(step, candidates)
+        if step.canonical:  # also without a deterministic row: canonical pages may be shared
+            step.bucket = self.buckets.fit_canonical(step.num_rows)
+            step.way = DIRECT if step.bucket == smallest else PADDED
+        elif len(candidates.drafting) and self.table.deterministic[step.rows].any():
+            step.way = DRAFTING
 
-    def _leaves_out(self, works: ScheduledRows, candidates: _Candidates) -> bool:
+    def _leaves_out(self, step: Step, candidates: _Candidates) -> bool:
         """Whether a sequence that should run in a fast pass has no row."""
         others = [candidates.plain, candidates.drafting]
         if self.buckets.canonical[-1] < self.buckets.largest:
             others.append(candidates.plain_prompts)
-        return bool(np.isin(np.concatenate(others), works.rows, invert=True).any())
+        return bool(np.isin(np.concatenate(others), step.rows, invert=True).any())
 
     def _canonical_pays(self, candidates: _Candidates) -> bool:
         """Whether the next pass should be a canonical one."""
@@ -217,19 +217,20 @@ class Scheduler:
             counts = self.admission.checkpoints.cut(computed, counts, lengths)
         return [(rows[counts > 0], counts[counts > 0])]
 
-    def _grant(self, plan: list[_Part], canonical: bool) -> ScheduledRows:
-        """The works of a plan that have pages, by priority; others wait for another pass."""
+    def _grant(self, plan: list[_Part], canonical: bool) -> Step:
+        """A step of the works of a plan that have pages, by priority; others wait for another
+        pass."""
         rows, counts = (np.concatenate(column) for column in zip(*plan, strict=True))
         if len(rows) > len(plan[0][0]) or self.table.any("deterministic"):  # else they are in order
             order = self.table.by_priority(rows)
             rows, counts = rows[order], counts[order]
-        works = ScheduledRows.of(self.table, rows, counts, canonical)
-        granted = self.admission.make_room(works.rows, works.ends)
+        step = Step.of(self.table, rows, counts, canonical)
+        granted = self.admission.make_room(step.rows, step.ends)
         if granted is None or granted.all():
-            return works
+            return step
         if self.table.is_ahead:  # to be planned with preemption
             granted[:] = False
-        return works.only(granted)
+        return step.only(granted)
 
     def _without_followers(self, rows: Array) -> Array:
         """Prompts without those whose first page another of them is about to finish computing.

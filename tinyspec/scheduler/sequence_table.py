@@ -6,8 +6,6 @@ or commits a pass reads and writes columns of many rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
 
@@ -106,7 +104,7 @@ class SequenceTable(Columns):
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
         self.generations = 0
-        self.is_ahead = False  # in a block of ``ahead``
+        self.is_ahead = False  # in a block of ``Step.ahead``
         annotated = {**Fixed.__annotations__, **Columns.__annotations__}
         self._columns = {name: KINDS[kind] for name, kind in annotated.items()}
         for name, kind in self._columns.items():
@@ -277,20 +275,6 @@ class SequenceTable(Columns):
         if canonical:
             whole = self.canonical[rows] >= before
             self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
-
-    @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """A block that may put sequences forward, as if a pass were committed that is not: behind
-        it they are what they were. None may enter or leave in it."""
-        columns = (self.length, self.computed, self.canonical, self.num_drafts)
-        before = [column.copy() for column in columns]
-        self.is_ahead = True
-        try:
-            yield
-        finally:
-            self.is_ahead = False
-            for column, values in zip(columns, before, strict=True):
-                column[:] = values
 
 
 def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:
