@@ -24,7 +24,6 @@ from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import DRAFTING, Step
 from tinyspec.text.stop_strings import FEW, decoded, first_stop, reach
-from tinyspec.thinking.thinker import Thinker
 
 
 @dataclass(eq=False)
@@ -38,7 +37,6 @@ class Committer:
     admission: Admission
     tokenizer: Any
     runner: ModelRunner
-    thinker: Thinker | None = None
     record: TokenCounts = field(default_factory=TokenCounts)
     looked_up: Counter[int] = field(default_factory=Counter)
     ended: list[Sequence] = field(default_factory=list)
@@ -128,7 +126,6 @@ class Committer:
     def _keep_drafts(self, step: Step, drafting: Array) -> None:
         """One more draft for those that are ``drafting`` [n]. What follows a draft that ended the
         drafts was drafted before that was known."""
-        assert step.tokens is not None
         drafting &= ~self.table.draft_ended[step.rows]
         self.table.draft(step.rows[drafting], step.tokens[step.firsts[drafting]])
         self.record.drafted += int(drafting.sum())
@@ -139,7 +136,6 @@ class Committer:
         drafts."""
         if not len(works):
             return
-        assert step.tokens is not None
         table, record = self.table, self.record
         given = step.yields[works]
         place = np.arange(given.max())
@@ -183,7 +179,6 @@ class Committer:
         drafts."""
         if not len(rows):
             return
-        assert step.tokens is not None
         tokens = step.tokens[places]
         broken = tokens < 0
         if np.count_nonzero(broken):
@@ -217,7 +212,6 @@ class Committer:
     ) -> tuple[Array, Array]:
         """Add the first ``counts`` [n] of the tokens at ``places`` [n, W]; how many were added, and
         which sequences end: those that ``stopped``, and others by text or criteria."""
-        assert step.tokens is not None
         table, tokens = self.table, step.tokens[places]
         starts = table.length[rows]
         if step.logprobs is not None:  # criteria may ask for them

@@ -53,7 +53,7 @@ class EngineCore:
         self.runner, self.thinker = runner, thinker
         self.scheduler = Scheduler(config, admission, runner.buckets)
         self.sampler = Sampler(runner.kernels)
-        self.committer = Committer(admission, tokenizer, runner, thinker)
+        self.committer = Committer(admission, tokenizer, runner)
         kept = PASSES_KEPT if config.trace is True else int(config.trace)
         self.records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
         self.trace = Trace(self.records, tokenizer) if kept else None
@@ -63,15 +63,6 @@ class EngineCore:
         # Of the latest ``propose``: each drafter, its drafts, and seconds that they took.
         self._asked: dict[int, tuple[Drafter, int, float]] = {}
 
-    @property
-    def drafters(self) -> dict[int, Drafter]:
-        """Of the running requests that may be drafted for, by their numbers in the table."""
-        table, rows = self.table, self.table.rows
-        if not table.any("drafter"):
-            return {}
-        found = dict(zip(table.drafter[rows].tolist(), rows.tolist(), strict=True))
-        return {n: table.sequences[row].request.drafter for n, row in found.items() if n}
-
     def propose(self) -> None:
         """Before a step: draft for sequences without drafts, their given tokens or what their
         request's drafter proposes, unless the step's pass is under way. Plain sequences get drafts
@@ -80,12 +71,16 @@ class EngineCore:
         self._asked = {}
         if self._is_under_way:
             return
-        drafters = self.drafters
-        self._asked = {number: (drafter, 0, 0.0) for number, drafter in drafters.items()}
-        for number, drafter in [*drafters.items()]:
-            if isinstance(drafter, NgramDrafter) and drafter.pauses:
-                del drafters[number]
-        if not (drafters or table.any("given")):
+        if table.any("drafter"):
+            users = dict(zip(table.drafter[rows].tolist(), rows.tolist(), strict=True))
+            drafters = ((n, table.sequences[row].request.drafter) for n, row in users.items() if n)
+            self._asked = {number: (drafter, 0, 0.0) for number, drafter in drafters}
+        asks = {
+            number: drafter
+            for number, (drafter, *_) in self._asked.items()
+            if not (isinstance(drafter, NgramDrafter) and drafter.pauses)
+        }
+        if not (asks or table.any("given")):
             return
         rows = rows[table.num_drafts[rows] == 0]
         limits = table.draft_limits(rows)
@@ -95,7 +90,7 @@ class EngineCore:
             sequence = table.sequences[row]
             place, tokens = sequence.num_generated, sequence.given_tokens or []
             self._draft(sequence, tokens[place : place + limit])
-        for number, drafter in drafters.items():
+        for number, drafter in asks.items():
             own = (table.drafter[rows] == number) & (table.pending(rows) == 1)
             if own.any():
                 found = self._ask(drafter, rows[own], limits[own])

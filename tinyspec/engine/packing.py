@@ -84,7 +84,7 @@ def samples(step: Step) -> SampleBatch:
     numbers = {name: getattr(table, name)[row] for name in NUMBERS}
     owners = {n: table.sequences[row[n]] for n in table.places("special_sampling", row)}
     for place, (_, sibling) in enumerate(step.siblings, step.num_tokens):
-        numbers["key"][place] = sibling.key
+        numbers["key"][place] = sibling.sampling["key"]
         if place in owners:
             owners[place] = sibling
     wanted = bool(table.places("logprobs_wanted", row))

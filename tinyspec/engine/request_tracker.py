@@ -97,8 +97,8 @@ class RequestTracker:
         self._abort(begun, f"{what} changed while it was running", unseen)
         self._core.admission.forget_pages()
         self._core.runner.prepacked.forget()
-        if self._core.committer.thinker is not None:
-            self._core.committer.thinker.forget_states()
+        if self._core.thinker is not None:
+            self._core.thinker.forget_states()
         for request in self.requests.values():
             request.forget_prompt()
         self._ensure()

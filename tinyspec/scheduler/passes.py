@@ -20,11 +20,6 @@ class TokenCounts:
     rolled_back: int = 0
     rollbacks: int = 0
 
-    def count(self, more: TokenCounts) -> None:
-        """Add those of ``more``."""
-        for one in fields(TokenCounts):
-            setattr(self, one.name, getattr(self, one.name) + getattr(more, one.name))
-
 
 @dataclass
 class PassRecord(TokenCounts):
@@ -82,4 +77,5 @@ class EngineStats(TokenCounts):
             self.rows[kind] += rows
         self.padding += record.padding
         self.seconds += record.seconds
-        self.count(record)
+        for one in fields(TokenCounts):
+            setattr(self, one.name, getattr(self, one.name) + getattr(record, one.name))

@@ -94,7 +94,7 @@ class Step:
     moved: str | None = None
     began: tuple[float, float] = (0.0, 0.0)
 
-    tokens: Array | None = None
+    tokens: Any = None
     logprobs: Array | None = None
     prompt_logprobs: Array | None = None
     decisions: Array | None = None
