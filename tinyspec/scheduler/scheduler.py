@@ -133,6 +133,8 @@ class Scheduler:
 
     def _pending(self, prompts: Array) -> int:
         """Tokens of prompts that wait to be computed."""
+        if not len(prompts):
+            return 0
         return int(np.minimum(self.table.pending(prompts), self.table.runnable(prompts)).sum())
 
     def observe(self, accepted: int, rejected: int) -> None:
