@@ -91,8 +91,8 @@ class SpecialRow:
     """What few rows need: logits that are processed, or results that few ask for.
 
     num_generated: generated tokens before it. history: the sequence before it, if
-    ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none.
-    keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
+    ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none. keeps:
+    of scores, logits, what is returned as well: the processed and the raw ones. thread: of its
     caller. grammar: of its completion: which tokens are ``allowed`` behind others. committed: how
     many of those generated are no drafts.
     """
@@ -101,8 +101,7 @@ class SpecialRow:
     num_generated: int
     history: list[int]
     forced: int = -1
-    keeps_scores: bool = False
-    keeps_logits: bool = False
+    keeps: frozenset[str] = frozenset()
     thread: int | None = None
     grammar: Any = None
     committed: int = 0
@@ -119,8 +118,7 @@ class SpecialRow:
             generated,
             sequence.before(position) if params.changes_logits else [],
             forced,
-            "scores" in request.keeps,
-            "logits" in request.keeps,
+            request.keeps,
             request.thread,
             sequence.grammar,
             generated if sequence.teacher_forced else min(generated, sequence.num_generated),

@@ -31,7 +31,7 @@ from tinyspec.scheduler.sequence_table import Array
 # Columns of the sequence table that tokens are sampled by.
 NUMBERS = ("key", "temperature", "top_k", "top_p", "min_p")
 # Where tokens come from outside logits are what is wanted.
-SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps_logits=True)
+SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps=frozenset({"logits"}))
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Sampled:
         assert self.scores is not None and self.temperature is not None and self.kernels is not None
         result, params = SpecialResult(), row.params
         is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
-        if not (is_raw or params.top_logprobs or row.keeps_scores or row.keeps_logits):
+        if not (is_raw or params.top_logprobs or row.keeps):
             return result
         raw, scores = self.scores.raw[n : n + 1], self.scores.row(n)
         temperature = float(self.temperature[n])
@@ -157,9 +157,9 @@ class Sampled:
                 # By the logits: two that differ may round to one log-probability.
                 best = own[0].sort(descending=True, stable=True).indices[: params.top_logprobs]
                 result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
-        if row.keeps_scores:
+        if "scores" in row.keeps:
             result.scores = scores[0].float() / (temperature or 1.0)
-        if row.keeps_logits:
+        if "logits" in row.keeps:
             result.logits = raw[0].to(torch.float32, copy=True)
         return result
 

@@ -112,9 +112,8 @@ class Scheduler:
         """Whether the next pass should be a canonical one."""
         if not any(len(candidates[name]) for name in DETERMINISTIC):
             return False
-        if self._verify in ("padded", "direct"):
-            return True
-        if len(candidates["verifying"]) or len(candidates["exact_prompts"]):
+        waiting = len(candidates["verifying"]) or len(candidates["exact_prompts"])
+        if waiting or self._verify in ("padded", "direct"):
             return True
         if self._verify == "always":
             return False
