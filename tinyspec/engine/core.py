@@ -192,8 +192,14 @@ class EngineCore:
                     drafter.account(step.record, *counts, self.scheduler.buckets, asking)
         if self.trace is not None:
             self.trace.after(step, before, self.committer.ended)
-        step.record.began, step.record.seconds = began, seconds
-        self._record(step.record)
+        record = step.record
+        record.number, record.began = sum(self.stats.passes.values()), began
+        record.seconds = seconds
+        record.drafted += self._proposed
+        self._proposed = 0
+        self.records.append(record)
+        self.stats.add(record)
+        self.scheduler.observe(record.accepted, record.rollbacks)
 
     @property
     def _is_under_way(self) -> bool:
@@ -291,11 +297,3 @@ class EngineCore:
         else:
             why = f"the pass raised {named(error)}"
             self.committer.fail(sequences[0], why, error)
-
-    def _record(self, record: PassRecord) -> None:
-        record.number = sum(self.stats.passes.values())
-        record.drafted += self._proposed
-        self._proposed = 0
-        self.records.append(record)
-        self.stats.add(record)
-        self.scheduler.observe(record.accepted, record.rollbacks)

@@ -59,7 +59,8 @@ class Scheduler:
         if table.any("deterministic"):
             exact, asked = table.deterministic[rows], table.deterministic[prompts]
             others, found["plain"] = rows[exact], rows[~exact]
-            full = table.drafts_are_full(others)
+            full = table.num_drafts[others] >= table.draft_limits(others)
+            full |= table.proposed[others] | table.draft_ended[others]
             found |= {"drafting": others[~full], "verifying": others[full]}
             found |= {"exact_prompts": prompts[asked], "plain_prompts": prompts[~asked]}
         return found
@@ -93,20 +94,19 @@ class Scheduler:
     def _choose_bucket(self, step: Step, candidates: Candidates) -> None:
         """Its bucket, and the way that it is."""
         step.bucket = smallest = self.buckets.fit(step.num_rows)
-        everyone = len(step) == len(self.table)
-        self._left_out = step.canonical and not everyone and self._leaves_out(step, candidates)
+        self._left_out = False
+        if step.canonical and len(step) < len(self.table):
+            # Whether a sequence that should run in a fast pass has no row.
+            others = [candidates["plain"], candidates["drafting"]]
+            if self.buckets.canonical[-1] < self.buckets.largest:
+                others.append(candidates["plain_prompts"])
+            without = np.isin(np.concatenate(others), step.rows, invert=True)
+            self._left_out = bool(without.any())
         if step.canonical:  # also without a deterministic row: canonical pages may be shared
             step.bucket = self.buckets.fit_canonical(step.num_rows)
             step.way = DIRECT if step.bucket == smallest else PADDED
         elif len(candidates["drafting"]) and self.table.deterministic[step.rows].any():
             step.way = DRAFTING
-
-    def _leaves_out(self, step: Step, candidates: Candidates) -> bool:
-        """Whether a sequence that should run in a fast pass has no row."""
-        others = [candidates["plain"], candidates["drafting"]]
-        if self.buckets.canonical[-1] < self.buckets.largest:
-            others.append(candidates["plain_prompts"])
-        return bool(np.isin(np.concatenate(others), step.rows, invert=True).any())
 
     def _canonical_pays(self, candidates: Candidates) -> bool:
         """Whether the next pass should be a canonical one."""
@@ -201,7 +201,9 @@ class Scheduler:
             rows, counts = rows[counts > 0], counts[counts > 0]
         elif not self.table.any("deterministic"):  # they are in order
             return rows, counts
-        order = self.table.by_priority(rows)
+        # Deterministic ones get pages first: who is preempted for pages has none yet.
+        table = self.table
+        order = np.lexsort((table.order[rows], table.priority[rows], ~table.deterministic[rows]))
         return rows[order], counts[order]
 
     def _grant(self, rows: Array, counts: Array, canonical: bool) -> Step:
