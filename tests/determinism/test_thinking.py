@@ -87,7 +87,7 @@ class ByPlace(Mixing):
 def alone_and_beside(engine):
     """Whether one deterministic request has the same bits alone and beside others; how many chunks
     run at once."""
-    thinker = engine.core.committer.thinker
+    thinker = engine.core.thinker
     one = all_bits(engine.generate(*NEEDLES[1])[0])
     thinker.forget_states()
     return one == all_bits(run(engine, NEEDLES)[1]), thinker.batches.reference
@@ -105,7 +105,7 @@ def test_blocks_that_mix_chunks_run_one_by_one(kind):
             assert alone_and_beside(engine) == (True, size)
     mlp.up_proj = mixing
     with engine_of(model, prefix_cache=False) as engine:
-        engine.core.committer.thinker.batches.proven = True
+        engine.core.thinker.batches.proven = True
         assert alone_and_beside(engine) == (False, REFERENCE)
 
 
@@ -161,7 +161,7 @@ def test_changed_while_a_request_runs(block):
     model, (prompt, asked) = thinking_model(), NEEDLES[0]
     with engine_of(model, thinking_window=1) as engine:
         for answers in (False, True):
-            engine.core.committer.thinker.forget_states()
+            engine.core.thinker.forget_states()
             name, steps = engine.add_request(*NEEDLES[0]), 0
             request = engine.tracker.requests[name]
             while steps < 4 or (answers and not request.sequences[0].num_generated):
@@ -244,7 +244,7 @@ def test_states_of_plain_requests_are_no_deterministic_ones():
             if plain_first:
                 prompts = [NEEDLES[0][0], NEEDLES[3][0], NEEDLES[0][0][3:]]
                 engine.generate(prompts, exact(deterministic=False))
-                assert engine.core.committer.thinker._states
+                assert engine.core.thinker._states
             found.append(all_bits(engine.generate(*NEEDLES[0])[0]))
     assert found[0] == found[1]
 

@@ -9,6 +9,7 @@ from tests.support.cases import text
 from tests.support.mixes import Liar, bits, crowd
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.engine.trace import rows_of
 
 REQUESTS = crowd(random.Random(3), 9)
 TIGHT = {"page_size": 8, "num_pages": 30, "max_rows": 32}
@@ -58,11 +59,11 @@ def test_it_agrees_with_what_outputs_say(settings):
             expected = [s.drafted, s.accepted, s.rolled_back, s.rollbacks, s.verify_passes]
             assert found[output.request_id, index] == (expected, completion.token_ids)
     for name in ("committed", "accepted", "rolled_back", "drafted"):
-        assert sum(getattr(one.record, name) for one in passes) == getattr(stats, name)
+        assert sum(getattr(one, name) for one in passes) == getattr(stats, name)
     assert stats.rolled_back > 0 or "drafter" not in settings
     for one in passes:
-        assert sum(one.rows.values()) == one.record.bucket
-        assert one.rows["verify"] == one.record.rows["verify"]
+        rows = rows_of(one)
+        assert sum(rows.values()) == one.bucket and rows["verify"] == one.rows["verify"]
         for work in one.works:
             if work.kind == "verify":
                 assert work.drafts[: work.accepted] == work.targets[: work.accepted]
@@ -89,7 +90,7 @@ def test_the_ring_is_bounded():
     outputs, _, _, trace = run(config)
     passes = trace.passes()
     assert len(trace) == len(passes) == 7
-    numbers = [one.record.number for one in passes]
+    numbers = [one.number for one in passes]
     assert numbers == list(range(numbers[0], numbers[0] + 7)) and numbers[0] > 0
     names = {(work.request_id, work.index) for one in passes for work in one.works}
     known = {(o.request_id, n) for o in outputs for n in range(len(o.completions))}

@@ -469,7 +469,7 @@ DOTS = {
     "grouped torch.bfloat16 even nk": ["wgmma.mma_async"],
     "linear torch.float32 even kn": [],
 }
-# InFlightPass behind the kernel that an entry is named after.
+# Launched behind the kernel that an entry is named after.
 SECOND_KERNELS = {
     "attention_kernel": ("work_kernel", "merge_kernel"),
     "sample_kernel": ("sample_merge_kernel",),

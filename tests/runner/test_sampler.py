@@ -57,16 +57,17 @@ def sample_rows(sampler, logits, rows):
         special={n: SpecialRow(r.params, r.num_generated, r.history) for n, r in enumerate(rows)},
         **columns,
     )
-    sampling = sampler.sample(logits, batch)
-    logprobs = None if sampling.logprobs is None else sampling.logprobs.cpu().numpy()
-    found, results = sampling.on_host(sampling.tokens.cpu().numpy(), logprobs), []
-    for n, (token, own) in enumerate(zip(found.tokens.tolist(), params, strict=True)):
-        special = found.special.get(n, SpecialResult(error=NOT_FINITE))
+    sampled = sampler.sample(logits, batch)
+    logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
+    tokens, results = sampled.tokens.cpu().numpy(), []
+    found = sampled.special_results(tokens, logprobs)
+    for n, (token, own) in enumerate(zip(tokens.tolist(), params, strict=True)):
+        special = found.get(n, SpecialResult(error=NOT_FINITE))
         if token < 0:
             results.append((token, None, [], special.error))
         else:
             wanted = own.logprobs or own.top_logprobs
-            logprob = float(found.logprobs[n]) if wanted else None
+            logprob = float(logprobs[n]) if wanted else None
             results.append((token, logprob, special.top, None))
     return results
 

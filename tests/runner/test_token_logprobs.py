@@ -68,9 +68,9 @@ def test_bits_of_the_triton_kernels_in_16_bits(monkeypatch):
         filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | asked
         columns = {name: np.full(len(logits), value) for name, value in filters.items()}
         batch = SampleBatch(places, key=places, position=places, logprobs=True, **columns)
-        sampling = sampler.sample(logits, batch)
-        found = token_logprobs(logits, sampling.tokens, **asked)
-        assert torch.equal(found, sampling.logprobs)
+        sampled = sampler.sample(logits, batch)
+        found = token_logprobs(logits, sampled.tokens, **asked)
+        assert torch.equal(found, sampled.logprobs)
 
 
 def test_control_other_formulas_have_other_bits():

@@ -14,13 +14,14 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY, Pass
+from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY
 from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.step import Step
 
 
 class Work(NamedTuple):
-    """Positions ``start`` to ``end - 1`` of one sequence; see ``passes.ScheduledRows``."""
+    """Positions ``start`` to ``end - 1`` of one sequence; see ``Step``."""
 
     sequence: Sequence
     kind: int
@@ -33,10 +34,9 @@ class Work(NamedTuple):
         return self.end - self.start
 
 
-def works_of(drawn: Pass) -> list[Work]:
+def works_of(drawn: Step) -> list[Work]:
     """To be called before any of its sequences ends."""
-    works = drawn.works
-    columns = (works.kinds, works.starts, works.ends, works.yields)
+    columns = (drawn.kinds, drawn.starts, drawn.ends, drawn.yields)
     return [Work(*one) for one in zip(drawn.sequences, *(c.tolist() for c in columns), strict=True)]
 
 
@@ -180,7 +180,7 @@ class Simulation:
 
     def check(self, drawn):
         """What holds of every pass, whatever it was drawn from."""
-        assert 0 < drawn.works.num_rows <= drawn.bucket
+        assert 0 < drawn.num_rows <= drawn.bucket
         assert drawn.bucket in self.buckets.sizes
         assert drawn.canonical == (drawn.way in ("direct", "padded"))
         assert drawn.bucket in self.buckets.canonical or not drawn.canonical
@@ -317,7 +317,7 @@ def test_left_out_happens():
     simulation.step()
     simulation.add(prompt=40, new=5, deterministic=True)
     passes = [simulation.step() for _ in range(8)]
-    decoding = [int((drawn.works.kinds == DECODE).sum()) for drawn in passes]
+    decoding = [int((drawn.kinds == DECODE).sum()) for drawn in passes]
     assert [drawn.canonical for drawn in passes] == [True, False] * 4
     assert decoding[::2] == [2] * 4, "half of the pass is for those who decode"
     assert all(count >= 17 for count in decoding[1::2])

@@ -17,6 +17,7 @@ import pytest
 from tinyspec import Engine, EngineConfig
 from tinyspec.engine.core import EngineCore
 from tinyspec.runner.device_queue import Pending
+from tinyspec.scheduler.step import Step
 
 
 class TooEarly(BaseException):
@@ -69,10 +70,9 @@ class LateQueue:
 QUEUES: WeakKeyDictionary[EngineCore, LateQueue] = WeakKeyDictionary()
 
 
-def _launch(core: EngineCore, launched: Any) -> Any:
-    work = partial(core.compute, launched)
-    launched.pending = QUEUES.setdefault(core, LateQueue()).launch(work)
-    return launched
+def _launch(core: EngineCore, step: Step) -> Step:
+    step.pending = QUEUES.setdefault(core, LateQueue()).launch(partial(core.compute, step))
+    return step
 
 
 def force(patches: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ types of all tensors, all numbers, the grid.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
 from tinyspec.kernels.twins.layers import NAN
 from tinyspec.runner.kv_cache import KVCache
+from tinyspec.scheduler.step import Step
 
 
 def described(values: Any) -> Any:
@@ -130,14 +132,13 @@ def record_passes(engine: Engine, kernels: Kernels) -> dict[Any, list[tuple[Any,
             context.kernels = sampler.kernels = own
         found.setdefault(key, []).append((sent, calls))
 
-    def run_recorded(packed: Any, tokens: Tensor | None, hooks: Any) -> Tensor:
+    def run_recorded(step: Step, tokens: Tensor | None, hooks: Any) -> Tensor:
         # Page tables, of which few columns are sent, are written before the pass.
-        runner.memory.send(packed, tokens)
-        key = packed.shape, tokens is not None
-        rows = packed.shape.logit_rows
-        once = replace(packed, page_table=packed.page_table[:0], count=rows)
-        recorded(key, packed.values.tolist(), lambda: run(once, tokens))
-        return run(once, tokens, hooks)[: packed.count]
+        runner.memory.send(step, tokens)
+        key, once = (step.shape, tokens is not None), copy(step)
+        once.page_table, once.num_logits = step.page_table[:0], step.shape.logit_rows
+        recorded(key, step.values.tolist(), lambda: run(once, tokens))
+        return run(once, tokens, hooks)[: step.num_logits]
 
     def sample_recorded(logits: Tensor, batch: Any) -> Any:
         filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)

@@ -49,15 +49,13 @@ def test_every_token_has_a_cell(saved):
     path, stats = saved
     run = read(path)
     assert len(run.lanes) == COUNT
-    cells = Counter(
-        c for one in run.passes for w in one.works for c in cells_of(w, one.record.canonical)
-    )
+    cells = Counter(c for one in run.passes for w in one.works for c in cells_of(w, one.canonical))
     assert set(cells) <= set(LEGEND) <= set(LOOKS)
     tokens = ("accepted", "bonus", "canonical", "riding", "plain")
     assert sum(cells[name] for name in tokens) == stats.committed == 20 * COUNT
     assert cells["accepted"] == stats.accepted > 0
     assert cells["rejected"] == stats.rolled_back > 0
-    assert sum(one.record.rows["verify"] for one in run.passes) == stats.rows["verify"]
+    assert sum(one.rows["verify"] for one in run.passes) == stats.rows["verify"]
     drawn = Counter(re.findall(r'<rect class="(\w+)"', svg([timeline(run)])))
     for name in ("accepted", "rejected"):
         assert drawn[name] == cells[name] + 1, "and once in the legend"
@@ -202,7 +200,7 @@ def test_a_verify_says_what_is_so(verifies, rollback):
     assert outcome.cells[-1].colour == "bonus"
 
     number = int(diagram.title.rpartition(" ")[2])
-    works = [(one.record.number, work) for one, work in run.of(run.lanes[0])]
+    works = [(one.number, work) for one, work in run.of(run.lanes[0])]
     (work,) = [work for pass_number, work in works if pass_number == number]
     assert tokens_of(verify.kv) == work.kv == work.start + len(work.tokens)
     assert len(outcome.cells) == 1 + len(work.tokens)

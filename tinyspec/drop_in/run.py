@@ -24,12 +24,11 @@ from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.prepare import is_per_request
 from tinyspec.drop_in.prompts import Streamers
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.in_flight import special_row
 from tinyspec.engine.results import EventStream
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.processors import BatchWide
-from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampled, SpecialResult
+from tinyspec.runner.sampler import NOT_FINITE, NUMBERS, SampleBatch, SpecialResult
 from tinyspec.scheduler.request import Request, Sequence
 
 if TYPE_CHECKING:
@@ -155,13 +154,14 @@ class WideRows:
 
     def _step(self, engine: Engine, sequences: list[Sequence]) -> None:
         """One token for every row."""
-        found = self._sample(engine, sequences)
-        for n in np.flatnonzero(found.tokens < 0).tolist():
-            result = found.special.get(n, SpecialResult())
-            raise result.cause or RuntimeError(f"completion {n}: {result.error or NOT_FINITE}")
-        engine.core.committer.supply(sequences, found.tokens.tolist())
+        tokens, special = self._sample(engine, sequences)
+        for n, token in enumerate(tokens):
+            if token < 0:
+                result = special.get(n, SpecialResult())
+                raise result.cause or RuntimeError(f"completion {n}: {result.error or NOT_FINITE}")
+        engine.core.committer.supply(sequences, tokens)
         for n, sequence in enumerate(sequences):
-            engine.core.committer.keep(sequence, found.special[n])
+            engine.core.committer.keep(sequence, special[n])
         if "scores" in sequences[0].request.keeps:
             self.scores.append(torch.stack([s.scores[-1] for s in sequences]))
         self._note_ends(engine, sequences)
@@ -169,24 +169,22 @@ class WideRows:
         reasons = [("stop" if done else "length") if ended else "" for done in self.done]
         engine.tracker.end(sequences, reasons)
 
-    def _sample(self, engine: Engine, sequences: list[Sequence]) -> Sampled:
-        """A token for each row, by the logits that it waits with."""
-        special = {
-            n: special_row(sequence, sequence.length, self.pad if self.done[n] else -1)
-            for n, sequence in enumerate(sequences)
-        }
-        each = [sequence.sampling for sequence in sequences]
-        columns: Any = {name: np.array([one[name] for one in each]) for name in each[0]}
-        batch = SampleBatch(
+    def _sample(
+        self, engine: Engine, sequences: list[Sequence]
+    ) -> tuple[list[int], dict[int, SpecialResult]]:
+        """A token for each row, by the logits that it waits with; -1 for none."""
+        batch = SampleBatch.of(
+            {name: np.array([one.sampling[name] for one in sequences]) for name in NUMBERS},
             np.arange(len(sequences)),
-            position=np.array([sequence.length for sequence in sequences]),
-            **columns,
-            special=special,
+            np.array([sequence.length for sequence in sequences]),
+            dict(enumerate(sequences)),
+            forced={n: self.pad for n, done in enumerate(self.done) if done},
             together=self._ids(sequences),
         )
         logits = torch.stack([sequence.next_logits for sequence in sequences])
-        sampling = engine.core.sampler.sample(logits, batch)
-        return sampling.on_host(sampling.tokens.cpu().numpy(), None)
+        sampled = engine.core.sampler.sample(logits, batch)
+        tokens = sampled.tokens.cpu().numpy()
+        return tokens.tolist(), sampled.special_results(tokens, None)
 
     def _ids(self, sequences: list[Sequence]) -> list[list[int]]:
         """[B][W + t]: all tokens so far."""

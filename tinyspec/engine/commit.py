@@ -8,23 +8,22 @@ log-probabilities. Knows no device.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tinyspec.engine.in_flight import InFlightPass, NewTokens
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
+from tinyspec.runner.sampler import NOT_FINITE, SpecialResult
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, DRAFTING, TokenCounts
+from tinyspec.scheduler.passes import DRAFT, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.step import DRAFTING, Step
 from tinyspec.text.stop_strings import FEW, decoded, first_stop, reach
-from tinyspec.thinking.thinker import Thinker
 
 
 @dataclass(eq=False)
@@ -38,7 +37,6 @@ class Committer:
     admission: Admission
     tokenizer: Any
     runner: ModelRunner
-    thinker: Thinker | None = None
     record: TokenCounts = field(default_factory=TokenCounts)
     looked_up: Counter[int] = field(default_factory=Counter)
     ended: list[Sequence] = field(default_factory=list)
@@ -52,71 +50,70 @@ class Committer:
         ended, self.ended = self.ended, []
         return ended
 
-    def commit(self, done: InFlightPass, found: Sampled) -> None:
+    def commit(self, step: Step) -> None:
         """Mark what a pass has computed, start the siblings that wait for it, and commit tokens or
         keep them as drafts, whose errors are left to the verify. What is not alive is left out, and
         tokens of works that are not good to their end.
 
         Raises what a criterion raised but Exceptions.
         """
-        table, works = self.table, done.works
-        self.record, self.looked_up = done.record, Counter()
-        ends = self._good_ends(done)
-        alive = done.alive
-        for result in found.special.values():
+        table, rows = self.table, step.rows
+        self.record, self.looked_up = step.record, Counter()
+        ends = self._good_ends(step)
+        alive = step.alive
+        for result in step.special.values():
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
-        final = alive & (works.kinds != DRAFT)
-        table.advance(works.rows[final], ends[final], done.work_pass.canonical)
-        if found.prompt_logprobs is not None:
-            values = found.prompt_logprobs.tolist()
-            for (n, position, _), value in zip(done.unscored, values, strict=True):
+        kept = alive & (step.kinds != DRAFT)
+        table.advance(rows[kept], ends[kept], step.canonical)
+        if step.prompt_logprobs is not None:
+            values = step.prompt_logprobs.tolist()
+            for (n, position, _), value in zip(step.unscored, values, strict=True):
                 if alive[n] and position < ends[n]:
-                    request = table.sequences[works.rows[n]].request
-                    request.prompt_logprobs[position + 1] = value
-        alive &= ends == works.ends
-        new = done.new
-        kept = (final & alive)[done.work]
-        if done.leads:
-            new = replace(new, rows=self._start_siblings(done, alive))
-            kept &= new.rows >= 0
-        if done.work_pass.way == DRAFTING:
-            self._keep_drafts(new, (alive & (works.kinds == DRAFT))[done.work], found)
-        if np.count_nonzero(kept) < len(kept):
-            new = new.only(kept)
-        if supplied := table.places("supplied", new.rows):
-            self._keep_logits(new.only(np.array(supplied)), found)
-            new = new.only(np.delete(np.arange(len(new.rows)), supplied))
-        if found.decisions is None:
-            self._commit_newest(new, found)
-        else:
-            self._commit_newest(new.only(new.verified < 0), found)
-            self._commit_verified(new.only(new.verified >= 0), found, found.decisions)
+                    table.sequences[rows[n]].request.prompt_logprobs[position + 1] = value
+        good = ends == step.ends
+        alive &= good
+        kept &= good & (step.yields > 0)
+        siblings = self._start_siblings(step, kept) if step.leads else []
+        if step.way == DRAFTING:
+            # What follows a draft that ended the drafts was drafted before that was known.
+            drafted = alive & (step.kinds == DRAFT) & ~table.draft_ended[step.rows]
+            table.draft(step.rows[drafted], step.tokens[step.firsts[drafted]])
+            self.record.drafted += int(drafted.sum())
+        newest = kept if step.decisions is None else kept & ~step.verifies
+        rows, places = step.rows[newest], step.firsts[newest]
+        if siblings:
+            started = np.array(siblings).T
+            rows, places = np.concatenate([rows, started[0]]), np.concatenate([places, started[1]])
+        if supplied := table.places("supplied", rows):
+            self._keep_logits(step, rows[supplied], places[supplied])
+            rows, places = np.delete(rows, supplied), np.delete(places, supplied)
+        self._commit_newest(step, rows, places)
+        if step.decisions is not None:
+            self._commit_verified(step, np.flatnonzero(kept & step.verifies), step.decisions)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
 
-    def _good_ends(self, done: InFlightPass) -> Array:
-        """[works] int64: up to where the positions of each are good; what follows is truncated."""
-        if done.thinking is None or done.ends is done.works.ends:
-            return done.ends
-        for sequence, error in done.failed:
+    def _good_ends(self, step: Step) -> Array:
+        """[n] int64: up to where the positions of each work are good; what follows is truncated."""
+        if step.thinking is None or step.good_ends is step.ends:
+            return step.ends
+        for sequence, error in step.failed:
             self.fail(sequence, error)
-        alive = done.alive
-        for span in done.thinking.spans:
+        alive = step.alive
+        for span in step.thinking.spans:
             for sequence in span.sequence.request.sequences:
                 sequence.thought()
-            if alive[span.work] and done.ends[span.work] < done.works.ends[span.work]:
-                self.admission.truncate(span.sequence, int(done.ends[span.work]))
-        return done.ends
+            if alive[span.work] and step.good_ends[span.work] < step.ends[span.work]:
+                self.admission.truncate(span.sequence, int(step.good_ends[span.work]))
+        return step.good_ends
 
-    def _start_siblings(self, done: InFlightPass, alive: Array) -> Array:
-        """Start the siblings of prompts that are computed, those without a place wait; the rows of
-        ``done``, siblings' own among them, -1 for those that do not start."""
-        places = {sibling: place for place, sibling in done.siblings}
-        rows, works = done.new.rows.copy(), done.works
-        rows[list(places.values())] = -1
-        waits = alive & self.table.draft_free[works.rows] & (works.yields > 0)
-        for row in works.rows[waits].tolist():
+    def _start_siblings(self, step: Step, computed: Array) -> list[tuple[int, int]]:
+        """Start the siblings of prompts that are ``computed`` [n], those without a place wait; of
+        each that starts its row, and where its token is."""
+        places = {one: place for place, (_, one) in enumerate(step.siblings, step.num_tokens)}
+        started = []
+        for row in step.rows[computed & self.table.draft_free[step.rows]].tolist():
             leader = self.table.sequences[row]
             while leader.siblings:
                 sibling = leader.siblings.pop(0)
@@ -125,32 +122,28 @@ class Committer:
                     continue
                 if (copy := self.admission.fork(leader, sibling)) is not None:
                     self.runner.cache.copy_page(*copy)
-                rows[places[sibling]] = sibling.row
+                started.append((sibling.row, places[sibling]))
             leader.forbid_drafts(leader.draft_free)
-        return rows
+        return started
 
-    def _keep_drafts(self, new: NewTokens, drafting: Array, found: Sampled) -> None:
-        """One more draft for those that are ``drafting`` [n]. What follows a draft that ended the
-        drafts was drafted before that was known."""
-        drafting &= ~self.table.draft_ended[new.rows]
-        self.table.draft(new.rows[drafting], found.tokens[new.firsts[drafting]])
-        self.record.drafted += int(drafting.sum())
-
-    def _commit_verified(self, new: NewTokens, found: Sampled, decisions: Array) -> None:
-        """Of each, all of which verify drafts, what ``accept_truncate`` decided; those whose logits
-        are not finite somewhere are verified up to there, and run again without drafts."""
-        if not len(new.rows):
+    def _commit_verified(self, step: Step, works: Array, decisions: Array) -> None:
+        """Of each of ``works``, all of which verify drafts, what ``accept_truncate`` decided; those
+        whose logits are not finite somewhere are verified up to there, and run again without
+        drafts."""
+        if not len(works):
             return
         table, record = self.table, self.record
-        given, place = new.counts[:, None], np.arange(new.counts.max())
-        places = new.firsts[:, None] + np.minimum(place, given - 1)
-        good = ((found.tokens[places] >= 0) & (place < given)).cumprod(1).sum(1)
-        broken = [table.sequences[row] for row in new.rows[good < new.counts].tolist()]
-        new, places = new.only(good > 0), places[good > 0]
-        rows, drafts = new.rows, table.num_drafts[new.rows]
-        committed, agreed, left, freed, stopped = decisions[:, new.verified].astype(np.int64)
+        given = step.yields[works]
+        place = np.arange(given.max())
+        places = step.firsts[works][:, None] + np.minimum(place, given[:, None] - 1)
+        good = ((step.tokens[places] >= 0) & (place < given[:, None])).cumprod(1).sum(1)
+        broken = [table.sequences[row] for row in step.rows[works[good < given]].tolist()]
+        works, places = works[good > 0], places[good > 0]
+        rows, column = step.rows[works], step.verifies.cumsum()[works] - 1
+        drafts = table.num_drafts[rows]
+        committed, agreed, left, freed, stopped = decisions[:, column].astype(np.int64)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
-        counts, ended = self._append(rows, committed, places, stopped > 0, found)
+        counts, ended = self._append(step, rows, committed, places, stopped > 0)
         accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
         table.accepted[rows] += accepted
@@ -177,16 +170,16 @@ class Committer:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
 
-    def _commit_newest(self, new: NewTokens, found: Sampled) -> None:
-        """One token for each, none of which has drafts."""
-        rows, places = new.rows, new.firsts
+    def _commit_newest(self, step: Step, rows: Array, places: Array) -> None:
+        """The token at each of ``places`` [m] for each of ``rows`` [m], none of which has
+        drafts."""
         if not len(rows):
             return
-        tokens = found.tokens[places]
+        tokens = step.tokens[places]
         broken = tokens < 0
         if np.count_nonzero(broken):
             for n in np.flatnonzero(broken).tolist():
-                result = found.special.get(int(places[n]), SpecialResult())
+                result = step.special.get(int(places[n]), SpecialResult())
                 sequence = self.table.sequences[rows[n]]
                 self.fail(sequence, result.error or NOT_FINITE, result.cause)
             # A sequence that failed has taken those with it that wait for its prompt.
@@ -194,13 +187,14 @@ class Committer:
         stopped = self.table.stops_at(rows, tokens)
         stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
         counts = np.ones(len(rows), np.int64)
-        _, ended = self._append(rows, counts, places[:, None], stopped, found)
+        _, ended = self._append(step, rows, counts, places[:, None], stopped)
         self._finish(rows, ended)
 
     def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
         the drafts and their values, and run the newest token alone."""
-        sequence.drop_drafts()
+        sequence.num_drafts = 0
+        sequence.proposed = sequence.draft_ended = False
         sequence.forbid_drafts()
         if self.admission.checkpoints.on:  # its state may have moved over what was not good
             self.admission.preempt(sequence)
@@ -211,21 +205,21 @@ class Committer:
         self.runner.cache.zero_tail(sequence.pages, kept)
 
     def _append(
-        self, rows: Array, counts: Array, places: Array, stopped: Array, found: Sampled
+        self, step: Step, rows: Array, counts: Array, places: Array, stopped: Array
     ) -> tuple[Array, Array]:
         """Add the first ``counts`` [n] of the tokens at ``places`` [n, W]; how many were added, and
         which sequences end: those that ``stopped``, and others by text or criteria."""
-        table, tokens = self.table, found.tokens[places]
+        table, tokens = self.table, step.tokens[places]
         starts = table.length[rows]
-        if found.logprobs is not None:  # criteria may ask for them
-            table.write_logprobs(rows, starts, counts, found.logprobs[places])
+        if step.logprobs is not None:  # criteria may ask for them
+            table.write_logprobs(rows, starts, counts, step.logprobs[places])
         special = table.places("special_commit", rows)
         if special:
             counts, stopped = counts.copy(), stopped.copy()
         for n in special:
             sequence = table.sequences[rows[n]]
             counts[n] = self._append_one_by_one(
-                sequence, tokens[n, : counts[n]], places[n].tolist(), found.special
+                sequence, tokens[n, : counts[n]], places[n].tolist(), step.special
             )
             stopped[n] = sequence.finished
         rest = np.delete(np.arange(len(rows)), special) if special else slice(None)
@@ -240,7 +234,8 @@ class Committer:
         table.mark_final(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
-        for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
+        full = table.computed[rows] // self.admission.pool.page_size
+        for row in rows[full > table.indexed[rows]].tolist():
             if table.sequences[row].error is None:
                 self.admission.prefix.insert(table.sequences[row])
         if np.count_nonzero(stopped):
@@ -248,11 +243,12 @@ class Committer:
             for n in np.flatnonzero(stopped).tolist():
                 self.end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
 
-    def _keep_logits(self, new: NewTokens, found: Sampled) -> None:
-        """Let sequences wait for tokens from outside, with the logits that were ``found``."""
-        for row, place in zip(new.rows.tolist(), new.firsts.tolist(), strict=True):
+    def _keep_logits(self, step: Step, rows: Array, places: Array) -> None:
+        """Let the sequences of ``rows`` [m] wait for tokens from outside, with the logits at
+        ``places`` [m]."""
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
             sequence = self.table.sequences[row]
-            sequence.next_logits = found.special.get(place, SpecialResult()).logits
+            sequence.next_logits = step.special.get(place, SpecialResult()).logits
             if sequence.next_logits is None:
                 self.fail(sequence, NOT_FINITE)
 

@@ -21,11 +21,11 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.proving import Meanwhile
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.driver import Driver
-from tinyspec.engine.in_flight import InFlightPass
 from tinyspec.errors import TinyspecError, named, refuse
 from tinyspec.interrupts import between_steps, flush
 from tinyspec.scheduler.passes import DRAFT
 from tinyspec.scheduler.request import Request, Sequence
+from tinyspec.scheduler.step import Step
 
 ASKED = "engine.abort was called for it"
 # Passes in a row during which the model or a setting may change.
@@ -97,8 +97,8 @@ class RequestTracker:
         self._abort(begun, f"{what} changed while it was running", unseen)
         self._core.admission.forget_pages()
         self._core.runner.prepacked.forget()
-        if self._core.committer.thinker is not None:
-            self._core.committer.thinker.forget_states()
+        if self._core.thinker is not None:
+            self._core.thinker.forget_states()
         for request in self.requests.values():
             request.forget_prompt()
         self._ensure()
@@ -256,23 +256,23 @@ class RequestTracker:
     def _run_pass(self) -> bool:
         written = len(self._contract.written)
         self._core.propose()
-        if (done := self._core.begin()) is not None:
-            self._core.finish(done, self._is_sound(done, written))
-        return done is not None
+        if (step := self._core.begin()) is not None:
+            self._core.finish(step, self._is_sound(step, written))
+        return step is not None
 
-    def _is_sound(self, done: InFlightPass, written: int) -> bool:
+    def _is_sound(self, step: Step, written: int) -> bool:
         """Whether what a pass found may be committed, or its error blamed; where something that
         bits depend on has changed, it is computed again. written: how many buffers passes had been
         seen to write to before."""
-        core, works = self._core, done.works
+        core = self._core
         self._drop([self.requests[name] for name in self._dropped & self.requests.keys()])
         if asks := core.table.any("deterministic"):
-            final = works.rows[done.alive & (works.kinds != DRAFT)]
+            final = step.rows[step.alive & (step.kinds != DRAFT)]
             asks = bool(np.count_nonzero(core.table.deterministic[final]))
         # Pages of a canonical pass may be found by deterministic requests.
-        if not (asks or done.raised or (done.moved and done.work_pass.canonical)):
+        if not (asks or step.raised or (step.moved and step.canonical)):
             return True
-        what, rows = None, works.rows[done.alive & (works.yields > 0)]
+        what, rows = None, step.rows[step.alive & (step.yields > 0)]
         rows = rows[core.table.places("special_sampling", rows)]
         special = [core.table.sequences[row].request for row in rows.tolist()]
         if not self._look():
@@ -280,15 +280,15 @@ class RequestTracker:
         elif len(self._contract.written) > written:
             self._ensure()
             what = "a buffer"
-        elif done.moved is not None:
-            what = f"torch's {done.moved}"
+        elif step.moved is not None:
+            what = f"torch's {step.moved}"
         self._unsound = 0 if what is None else self._unsound + 1
         if what is None:
             return True
         if self._unsound > MOST_UNSOUND:  # others are to go on
             self._abort(self._asking, f"{what} changed in each of {MOST_UNSOUND} passes")
             self._unsound = 0
-            if done.raised is not None:
+            if step.raised is not None:
                 return True
         # Processors may count the calls.
         called = (r for r in special if r.params.logits_processors and r.params.deterministic)

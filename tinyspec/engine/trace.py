@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinyspec.engine.in_flight import InFlightPass
 from tinyspec.outputs import CompletionStats
-from tinyspec.runner.sampler import Sampled
 from tinyspec.scheduler.passes import KINDS, PassRecord
 from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.step import Step
 
 # Passes that are kept where the setting names no number.
 PASSES_KEPT = 10_000
@@ -87,74 +86,56 @@ def lane_name(lane: Lane) -> str:
     return f"{lane[0]}{f' #{lane[1]}' if lane[1] else ''}"
 
 
-@dataclass
-class TracedPass:
-    """One pass. began: seconds of ``time.perf_counter``, of the step that committed it; its length
-    is ``record.seconds``. rows: by kind, padding included, and as "surplus" those of sequences that
-    had gone when it was committed."""
-
-    record: PassRecord
-    began: float
-    works: list[TracedWork]
-    rows: dict[str, int]
-
-
 # A sequence before a pass is committed: its number there, its tokens and drafts.
 Before = tuple[int, Sequence, int, list[int]]
 
 
 class Trace:
-    """Records of the latest ``size`` passes of one engine; of a pass of n sequences about 2 KB +
-    0.5 KB n. Costs host time alone, and changes no bit and no fingerprint."""
+    """``records`` of one engine's latest passes, with what became of every row; of a pass of n
+    sequences about 2 KB + 0.5 KB n. Costs host time alone, and changes no bit and no fingerprint.
+    """
 
-    def __init__(self, size: int, tokenizer: Any = None):
+    def __init__(self, records: deque[PassRecord], tokenizer: Any = None):
         self.tokenizer = tokenizer
-        self._kept: deque[TracedPass] = deque(maxlen=size)
+        self._records = records
         # What of each sequence's counts is told.
         self._told: WeakKeyDictionary[Sequence, CompletionStats] = WeakKeyDictionary()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._records)
 
-    def before(self, done: InFlightPass) -> list[Before]:
-        """To call before ``done`` is committed: its sequences that are there."""
-        sequences = done.work_pass.sequences
-        there = [(n, sequences[n]) for n in done.alive.nonzero()[0].tolist()]
+    def passes(self) -> list[PassRecord]:
+        """The passes that are kept, in order."""
+        return list(self._records)
+
+    def before(self, step: Step) -> list[Before]:
+        """To call before ``step`` is committed: its sequences that are there."""
+        sequences = step.sequences
+        there = [(n, sequences[n]) for n in step.alive.nonzero()[0].tolist()]
         return [(n, one, one.length, one.drafts) for n, one in there]
 
-    def after(
-        self,
-        done: InFlightPass,
-        before: list[Before],
-        results: Sampled | None,
-        began: float,
-        ended: list[Sequence],
-    ) -> None:
-        """``done`` is committed, or has failed; ``ended`` sequences have finished."""
-        works = {each[1]: self._work(done, results, each) for each in before}
-        for _, sibling in done.siblings:
+    def after(self, step: Step, before: list[Before], ended: list[Sequence]) -> None:
+        """``step`` is committed, or has failed; ``ended`` sequences have finished."""
+        works = {each[1]: self._work(step, each) for each in before}
+        for _, sibling in step.siblings:
             if sibling.num_generated:
                 work = works[sibling] = TracedWork.of(sibling)
                 work.tokens = sibling.ids(sibling.request.num_prompt, sibling.length)
         for sequence in ended:
             works.setdefault(sequence, TracedWork.of(sequence)).end = sequence.finish_reason
-        kinds = (PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED)
-        rows = {kind: sum(w.rows for w in works.values() if w.kind == kind) for kind in kinds}
-        rows |= {"surplus": done.works.num_rows - sum(rows.values())}
-        rows |= {"padding": done.record.padding}
-        self._kept.append(TracedPass(done.record, began, list(works.values()), rows))
+        step.record.works = list(works.values())
 
-    def _work(self, done: InFlightPass, results: Sampled | None, before: Before) -> TracedWork:
-        (n, sequence, length, drafts), works = before, done.works
+    def _work(self, step: Step, before: Before) -> TracedWork:
+        n, sequence, length, drafts = before
         stats, told = sequence.stats, self._told.get(sequence, CompletionStats())
         self._told[sequence] = replace(stats)
-        kind = KINDS[works.kinds[n]]
+        kind = KINDS[step.kinds[n]]
         if stats.verify_passes > told.verify_passes:
             kind = VERIFIED
         elif kind == "decode":
             kind = CANONICAL if sequence.deterministic else PLAIN
         work = TracedWork.of(sequence, kind)
-        work.start, work.rows = int(works.starts[n]), int(works.counts[n])
+        work.start, work.rows = int(step.starts[n]), int(step.counts[n])
         if length > sequence.request.num_prompt:
             (work.newest,) = sequence.ids(length - 1, length)
         work.tokens = sequence.ids(length, sequence.length)
@@ -164,23 +145,17 @@ class Trace:
         work.proposed = stats.drafted - told.drafted
         if kind == VERIFIED:
             work.drafts = drafts
-            if results is not None:
-                place = done.work.tolist().index(n)
-                first, count = done.new.firsts[place], done.new.counts[place]
-                sampled = results.tokens[first : first + count].tolist()
+            if step.tokens is not None:
+                sampled = step.tokens[step.firsts[n] :][: step.yields[n]].tolist()
                 work.targets = [token for token in sampled if token >= 0]
         elif kind == PROMPT:
             work.read = sequence.ids(work.start, work.start + min(work.rows, READ_KEPT))
         elif kind == DRAFT:
             if sequence.running:
                 work.drafts = sequence.drafts[len(drafts) :]
-                work.kv_drafts = int(works.ends[n]) - work.kv
+                work.kv_drafts = int(step.ends[n]) - work.kv
             work.proposed -= len(work.drafts)
         return work
-
-    def passes(self) -> list[TracedPass]:
-        """The passes that are kept, in order."""
-        return list(self._kept)
 
     def save(self, path: str | Path) -> None:
         """Write what is kept as a Chrome trace: for https://ui.perfetto.dev and ``tinyspec trace``.
@@ -191,7 +166,16 @@ class Trace:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, Any]:
+def rows_of(record: PassRecord) -> dict[str, int]:
+    """Rows of a traced pass by kind, padding included, and as "surplus" those of sequences that had
+    gone when it was committed."""
+    kinds = (PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED)
+    rows = {kind: sum(w.rows for w in record.works if w.kind == kind) for kind in kinds}
+    surplus = sum(record.rows.values()) - sum(rows.values())
+    return {**rows, "surplus": surplus, "padding": record.padding}
+
+
+def chrome_trace(passes: list[PassRecord], tokenizer: Any = None) -> dict[str, Any]:
     """``passes`` as an object of the format, with one lane for passes and one for each completion:
     times in microseconds from the first pass on; text of tokens where there is a tokenizer."""
     works = [work for one in passes for work in one.works]
@@ -213,18 +197,18 @@ def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, A
     return {"traceEvents": events, "displayTimeUnit": "ms", "tinyspec": known}
 
 
-def _events(one: TracedPass, lanes: dict[Lane, int], begun: float) -> list[dict[str, Any]]:
-    record = one.record
-    time = {"ts": round(1e6 * (one.began - begun), 3), "dur": round(1e6 * record.seconds, 3)}
+def _events(record: PassRecord, lanes: dict[Lane, int], begun: float) -> list[dict[str, Any]]:
+    time = {"ts": round(1e6 * (record.began - begun), 3), "dur": round(1e6 * record.seconds, 3)}
     kind = "canonical" if record.canonical else "fast"
     name = f"{kind} pass of {record.bucket}{f', {record.way}' if record.way else ''}"
     of_pass = {"ph": "X", "name": name, "pid": PASSES, "tid": 1, **time}
     held = {"ph": "C", "name": "pages held", "pid": PASSES, "tid": 0, "ts": time["ts"]}
+    told = {key: value for key, value in vars(record).items() if key not in ("began", "works")}
     found: list[dict[str, Any]] = [
-        {**of_pass, "args": {**asdict(record), "rows": one.rows}},
+        {**of_pass, "args": {**told, "rows": rows_of(record)}},
         {**held, "args": {"pages": record.pages_held}},
     ]
-    for work in one.works:
+    for work in record.works:
         where = {"pid": COMPLETIONS, "tid": lanes[work.lane], **time}
         args = {"pass": record.number, **asdict(work)}
         found.append({"ph": "X", "name": title(work), **where, "args": args})

@@ -19,8 +19,8 @@ from tinyspec.config import STATE_TILE, EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints
 from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.step import Step, spread
 
 # Of all rows that may give logits: passes with fewer than a part of them compute that part.
 LOGIT_ROWS_PART = 8
@@ -91,26 +91,6 @@ class Batch:
         return cls(tokens, positions, slots, metadata)
 
 
-@dataclass
-class PackedPass:
-    """A pass as numbers on the host, its works one after the other.
-
-    values [n] int64: as ``_parts`` says. page_table [S, P] int32: of its sequences. count: how many
-    of the first rows of logits are wanted. follows: whether some of its tokens are among those of
-    the pass before. embeds: as in ``Batch``. fresh: pages newly allocated for it. in_order: whether
-    all rows give logits.
-    """
-
-    shape: PassShape
-    values: Array
-    page_table: Array
-    count: int
-    follows: bool
-    embeds: list[tuple[int, Tensor]]
-    fresh: list[int]
-    in_order: bool
-
-
 class PassMemory:
     """Where all passes of one engine lie, one after the other. fixed: whether passes of one shape
     launch the same whatever they hold, as the Triton kernels' do. kept: as of AttentionMetadata.
@@ -138,43 +118,37 @@ class PassMemory:
         """Of all memory that passes share."""
         return tuple(t.data_ptr() for t in (self._memory, self._input_ids, self._page_table))
 
-    def _sizes(self, work_pass: Pass, wanted: int) -> tuple[int, int]:
+    def _sizes(self, step: Step, wanted: int) -> tuple[int, int]:
         """Sequences, and rows that give logits, of the shape of a pass: where it is ``fixed`` few
         different numbers. The rows are as many as sequences, or a part of that, or more while
         drafts are verified."""
         if not self._fixed:
-            return len(work_pass.works), max(wanted, 1)
-        most = min(work_pass.bucket, self._max_sequences)
+            return len(step), max(wanted, 1)
+        most = min(step.bucket, self._max_sequences)
         few = max(most // LOGIT_ROWS_PART, 1)
-        return most, next((rows for rows in (few, most) if wanted <= rows), work_pass.bucket)
+        return most, next((rows for rows in (few, most) if wanted <= rows), step.bucket)
 
-    def pack(
-        self,
-        work_pass: Pass,
-        fresh: list[int],
-        wanted: Array,
-        newest: Array | None,
-        moves: Array | None = None,
-    ) -> PackedPass:
-        """A pass whose rows ``wanted`` [N] int64 give logits.
+    def pack(self, step: Step, wanted: Array, newest: Array | None) -> None:
+        """Fill in the numbers of a pass whose rows ``wanted`` [N] int64 give logits: its works one
+        after the other, as ``_parts`` says.
 
-        fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
-        to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
-        tokens are among those of the pass before, and where. moves: as of ``Checkpoints.move``.
+        The rows are gathered before the unembedding and padded to a bucket of their own, which is
+        canonical in a canonical pass. newest [2, n]: rows whose tokens are among those of the pass
+        before, and where.
         """
-        table, works, bucket = work_pass.table, work_pass.works, work_pass.bucket
+        table, bucket = step.table, step.bucket
         # Passes that run the same way have one shape, and one graph.
-        canonical = work_pass.canonical or (self._fixed and self._buckets.is_canonical(bucket))
+        canonical = step.canonical or (self._fixed and self._buckets.is_canonical(bucket))
         fit = self._buckets.fit_canonical if canonical else self._buckets.fit
-        segments, logit_rows = self._sizes(work_pass, len(wanted))
-        shape = PassShape(bucket, segments, fit(logit_rows), canonical)
-        count, total = len(works), works.num_rows
+        segments, logit_rows = self._sizes(step, len(wanted))
+        step.shape = shape = PassShape(bucket, segments, fit(logit_rows), canonical)
+        count, total = len(step), step.num_rows
         more = _more(bucket, segments) if self.ring else 0
-        values = np.zeros(_size(bucket, segments) + more, np.int64)
+        step.values = values = np.zeros(_size(bucket, segments) + more, np.int64)
         (tokens, positions, slots, sources, keep), lengths, first_rows = _parts(values, shape)
-        row, position = works.rows, works.starts
-        if not works.single:
-            row, position = row.repeat(works.counts), spread(position, works.counts)
+        row, position = step.rows, step.starts
+        if not step.single:
+            row, position = row.repeat(step.counts), spread(position, step.counts)
         tokens[:total], positions[:total] = table.ids[row, position], position
         page, offset = np.divmod(position, self._page_size)
         slots[:total] = table.pages[row, page] * np.int64(self._page_size) + offset
@@ -186,50 +160,47 @@ class PassMemory:
             sources[newest[0]] = newest[1] + self._behind
         keep[: len(wanted)] = wanted
         if self.ring:
-            assert moves is not None
+            assert step.moves is not None
             states, places = _state_parts(values, shape)
-            states[:, :count], places[:] = moves, -1
-            owners, ends = moves[0], works.ends
-            if not works.single:
-                owners, ends = owners.repeat(works.counts), ends.repeat(works.counts)
+            states[:, :count], places[:] = step.moves, -1
+            owners, ends = step.moves[0], step.ends
+            if not step.single:
+                owners, ends = owners.repeat(step.counts), ends.repeat(step.counts)
             later = position >= ends - self.ring  # there is a place for the last ones
             places[:total][later] = (owners * self.ring + position % self.ring)[later]
-        lengths[:count] = works.ends
-        first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
-        width = table.num_pages[works.rows].max()
-        page_table = np.ascontiguousarray(table.pages[works.rows, :width])
-        follows, embeds = newest is not None, _embeddings(work_pass)
-        in_order = works.single and shape.logit_rows == bucket and not shape.canonical
-        return PackedPass(shape, values, page_table, len(wanted), follows, embeds, fresh, in_order)
+        lengths[:count] = step.ends
+        first_rows[1 : count + 1], first_rows[count + 1 :] = step.cu_rows, total
+        width = table.num_pages[step.rows].max()
+        step.page_table = np.ascontiguousarray(table.pages[step.rows, :width])
+        step.num_logits, step.embeds = len(wanted), _embeddings(step)
 
-    def send(self, packed: PackedPass, before: Tensor | None) -> None:
-        """Send a pass to the device. before [n]: tokens of the pass before, where it ``follows``;
-        a row of a sequence that has no token is dropped later."""
-        if packed.follows:
-            assert before is not None
+    def send(self, step: Step, before: Tensor | None) -> None:
+        """Send a pass to the device. before [n]: tokens of the pass before, where some of its own
+        are among them; a row of a sequence that has no token is dropped later."""
+        if before is not None:
             torch.clamp(before, min=0, out=self._memory[self._behind :][: len(before)])
-        overwrite(self._memory[: len(packed.values)], packed.values)
-        if len(packed.page_table):
-            rows, width = packed.page_table.shape
-            overwrite(self._page_table[:rows, :width], packed.page_table)
+        overwrite(self._memory[: len(step.values)], step.values)
+        if len(step.page_table):
+            rows, width = step.page_table.shape
+            overwrite(self._page_table[:rows, :width], step.page_table)
 
-    def batch(self, packed: PackedPass) -> tuple[Batch, Tensor | None]:
-        """The pass that was sent, and which rows give logits; None: all."""
-        shape, table = packed.shape, self._page_table[: packed.shape.segments]
+    def batch(self, step: Step) -> tuple[Batch, Tensor | None]:
+        """The pass that was sent, and which rows give logits; None: all, in order."""
+        shape, table = step.shape, self._page_table[: step.shape.segments]
         rows, lengths, first_rows = _parts(self._memory, shape)
         _, positions, slots, sources, keep = rows.unbind()
         ids = self._input_ids[: shape.bucket]
         torch.index_select(self._memory, 0, sources, out=ids)
         if not self._fixed:
-            table = table[:, : packed.page_table.shape[1]]
+            table = table[:, : step.page_table.shape[1]]
         given = table, first_rows, lengths, self._page_size
         metadata = AttentionMetadata(*given, kept=self.kept)
         if self.ring:
             states, places = _state_parts(self._memory, shape)
             metadata.checkpoints = Checkpoints(states[0], states[1], states[2], places, STATE_TILE)
-        batch = Batch(ids, positions, slots, metadata, packed.embeds)
-        in_order = packed.in_order and not self._fixed
-        return batch, None if in_order else keep[: shape.logit_rows]
+        batch = Batch(ids, positions, slots, metadata, step.embeds)
+        all_of_them = step.single and shape.logit_rows == shape.bucket and not shape.canonical
+        return batch, None if all_of_them and not self._fixed else keep[: shape.logit_rows]
 
 
 def _size(bucket: int, segments: int) -> int:
@@ -260,11 +231,11 @@ def _parts(values: Any, shape: PassShape) -> tuple[Any, Any, Any]:
     return values[:rows].reshape(5, shape.bucket), narrow[:end], narrow[end : 2 * end + 1]
 
 
-def _embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
+def _embeddings(step: Step) -> list[tuple[int, Tensor]]:
     """(first row, embeddings) of the works that are given as such, or begin so."""
-    works, found = work_pass.works, []
-    for n in work_pass.table.places("has_embeds", works.rows):
-        given = work_pass.table.sequences[works.rows[n]].request.embeds
-        if (start := int(works.starts[n])) < len(given):
-            found.append((int(works.cu_rows[n] - works.counts[n]), given[start : works.ends[n]]))
+    found = []
+    for n in step.table.places("has_embeds", step.rows):
+        given = step.table.sequences[step.rows[n]].request.embeds
+        if (start := int(step.starts[n])) < len(given):
+            found.append((int(step.cu_rows[n] - step.counts[n]), given[start : step.ends[n]]))
     return found

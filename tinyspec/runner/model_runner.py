@@ -19,11 +19,12 @@ from tinyspec.model.one_dnn import PrepackedWeights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
-from tinyspec.runner.batch import Batch, PackedPass, PassMemory
+from tinyspec.runner.batch import Batch, PassMemory
 from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.step import Step
 
 Hooks = AbstractContextManager[None]
 
@@ -147,27 +148,25 @@ class ModelRunner:
         finally:
             context.hold(*before)
 
-    def run(
-        self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None
-    ) -> Tensor:
-        """Run a pass and return logits [N, V], as ``forward``.
+    def run(self, step: Step, before: Tensor | None = None, hooks: Hooks | None = None) -> Tensor:
+        """Run a pass that is packed and return logits [N, V], as ``forward``.
 
         before [n]: tokens of the pass before, where some are among its own. hooks: in place while
         it runs; no graph has them.
         """
         marks, written = self.served.marks(), len(self.served.written)
-        shape, cache = packed.shape, self.cache
+        shape, cache = step.shape, self.cache
         assert self._context.k is cache.k, "passes of probes know no fixed addresses"
         if self.kernels.backend == "torch":
-            cache.zero(packed.fresh)
-        self.memory.send(packed, before)
+            cache.zero(step.fresh)
+        self.memory.send(step, before)
 
         def forward() -> Tensor:
-            batch, keep = self.memory.batch(packed)
+            batch, keep = self.memory.batch(step)
             self._context.prepacked = self.prepacked
             return self.forward(batch, keep, shape.canonical, hooks)
 
-        if packed.embeds or hooks is not None or self.kernels.backend == "torch":
+        if step.embeds or hooks is not None or self.kernels.backend == "torch":
             logits = self.graphs.eagerly(forward)
         else:
             addresses = (*self.memory.addresses, *cache.addresses)
@@ -175,7 +174,7 @@ class ModelRunner:
         self.served.keep_apart(marks)
         if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()
-        return logits[: packed.count]
+        return logits[: step.num_logits]
 
     def forward(
         self, batch: Batch, keep: Tensor | None, canonical: bool, hooks: Hooks | None = None

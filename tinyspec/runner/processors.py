@@ -23,6 +23,7 @@ from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.device_queue import to_device
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 
 Processor = Callable[..., Tensor]
@@ -92,8 +93,8 @@ class SpecialRow:
     """What few rows need: logits that are processed, or results that few ask for.
 
     num_generated: generated tokens before it. history: the sequence before it, if
-    ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none.
-    keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
+    ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none. keeps:
+    of scores, logits, what is returned as well: the processed and the raw ones. thread: of its
     caller. grammar: of its completion: which tokens are ``allowed`` behind others. committed: how
     many of those generated are no drafts.
     """
@@ -102,11 +103,28 @@ class SpecialRow:
     num_generated: int
     history: list[int]
     forced: int = -1
-    keeps_scores: bool = False
-    keeps_logits: bool = False
+    keeps: frozenset[str] = frozenset()
     thread: int | None = None
     grammar: Any = None
     committed: int = 0
+
+    @classmethod
+    def of(cls, sequence: Sequence, position: int, forced: int = -1) -> SpecialRow:
+        """For its token at ``position``, which is ``forced`` unless that is -1."""
+        request, params = sequence.request, sequence.params
+        generated = position - request.num_prompt
+        if sequence.teacher_forced and sequence.given_tokens is not None:
+            forced = sequence.given_tokens[generated]
+        return cls(
+            params,
+            generated,
+            sequence.before(position) if params.changes_logits else [],
+            forced,
+            request.keeps,
+            request.thread,
+            sequence.grammar,
+            generated if sequence.teacher_forced else min(generated, sequence.num_generated),
+        )
 
     @property
     def early(self) -> bool:

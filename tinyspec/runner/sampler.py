@@ -24,7 +24,14 @@ from tinyspec.runner.processors import (
     keep_top_p,
     process,
 )
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
+
+# Columns of the sequence table that tokens are sampled by.
+NUMBERS = ("key", "temperature", "top_k", "top_p", "min_p")
+# Where tokens come from outside logits are what is wanted.
+SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps=frozenset({"logits"}))
 
 
 @dataclass
@@ -55,6 +62,30 @@ class SampleBatch:
         self.in_order = not np.count_nonzero(self.logits_row != np.arange(len(self)))
         self.greedy = not np.count_nonzero(self.temperature)
 
+    @classmethod
+    def of(
+        cls,
+        numbers: dict[str, Array],
+        logits_row: Array,
+        position: Array,
+        owners: dict[int, Sequence],
+        logprobs: bool = False,
+        *,
+        forced: dict[int, int] | None = None,
+        together: list[list[int]] | None = None,
+    ) -> SampleBatch:
+        """numbers: the columns ``NUMBERS``, by name. owners: the sequences of special rows, by
+        place. forced: tokens that some of these get regardless. Sequences that get their tokens
+        from outside are sampled ``together``, and elsewhere give their logits alone."""
+        special = {
+            n: SUPPLIED
+            if one.request.supplied and together is None
+            else SpecialRow.of(one, int(position[n]), (forced or {}).get(n, -1))
+            for n, one in owners.items()
+        }
+        given: Any = {**numbers, "logprobs": logprobs, "special": special, "together": together}
+        return cls(logits_row, position=position, **given)
+
     def __len__(self) -> int:
         return len(self.logits_row)
 
@@ -73,7 +104,7 @@ class SpecialResult:
 
 
 @dataclass
-class Sampling:
+class Sampled:
     """What was sampled, on the device. tokens [N] int64, -1 where there is none; logprobs [N] fp32
     if any row asked for its token's. Of a pass: prompt_logprobs [P] fp32; decisions [5, S] int32 of
     ``accept_truncate``, in its order. special, errors: rows that need more and what processors
@@ -94,22 +125,23 @@ class Sampling:
         """What is fetched."""
         return [self.tokens, self.logprobs, self.prompt_logprobs, self.decisions]
 
-    def on_host(self, tokens: Array, *fetched: Any) -> Sampled:
-        """The same with what special rows have besides; tokens, fetched: ``tensors`` there."""
-        found = Sampled(tokens, *fetched)
+    def special_results(self, tokens: Array, logprobs: Array | None) -> dict[int, SpecialResult]:
+        """What special rows have besides, by their places. tokens, logprobs: on the host; where a
+        row asks for its raw log-probability, that is written there."""
+        found: dict[int, SpecialResult] = {}
         for n, row in self.special.items():
             if n in self.errors:
-                found.special[n] = SpecialResult(error=self.errors[n][0], cause=self.errors[n][1])
+                found[n] = SpecialResult(error=self.errors[n][0], cause=self.errors[n][1])
             elif tokens[n] >= 0:
-                found.special[n] = self._result(row, n, found)
+                found[n] = self._result(row, n, int(tokens[n]), logprobs)
         return found
 
-    def _result(self, row: SpecialRow, n: int, found: Sampled) -> SpecialResult:
-        """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
+    def _result(self, row: SpecialRow, n: int, token: int, logprobs: Array | None) -> SpecialResult:
+        """What place ``n`` has beside its ``token``."""
         assert self.scores is not None and self.temperature is not None and self.kernels is not None
         result, params = SpecialResult(), row.params
         is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
-        if not (is_raw or params.top_logprobs or row.keeps_scores or row.keeps_logits):
+        if not (is_raw or params.top_logprobs or row.keeps):
             return result
         raw, scores = self.scores.raw[n : n + 1], self.scores.row(n)
         temperature = float(self.temperature[n])
@@ -119,28 +151,17 @@ class Sampling:
                 divisor = torch.tensor([temperature], dtype=torch.float32, device=raw.device)
             shares = self.kernels.log_softmax(own, divisor)[0]
             if is_raw:
-                assert found.logprobs is not None
-                found.logprobs[n] = float(shares[int(found.tokens[n])])
+                assert logprobs is not None
+                logprobs[n] = float(shares[token])
             if params.top_logprobs:
                 # By the logits: two that differ may round to one log-probability.
                 best = own[0].sort(descending=True, stable=True).indices[: params.top_logprobs]
                 result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
-        if row.keeps_scores:
+        if "scores" in row.keeps:
             result.scores = scores[0].float() / (temperature or 1.0)
-        if row.keeps_logits:
+        if "logits" in row.keeps:
             result.logits = raw[0].to(torch.float32, copy=True)
         return result
-
-
-@dataclass
-class Sampled:
-    """``Sampling`` on the host; special: what special rows have besides, by their places."""
-
-    tokens: Array
-    logprobs: Array | None = None
-    prompt_logprobs: Array | None = None
-    decisions: Array | None = None
-    special: dict[int, SpecialResult] = field(default_factory=dict)
 
 
 # Temperature, key, position and forced token of every row, [N] each; None where no row has one.
@@ -166,10 +187,10 @@ class Sampler:
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
 
-    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampling:
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         """One token for each row of ``batch``; logits [N, V], left unchanged."""
         if not len(batch):
-            return Sampling(logits.new_zeros(0, dtype=torch.int64))
+            return Sampled(logits.new_zeros(0, dtype=torch.int64))
         device, count = logits.device, len(batch)
         raw = logits
         if count != logits.shape[0] or not batch.in_order:
@@ -179,7 +200,7 @@ class Sampler:
             filtered = np.flatnonzero((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
         if not (len(filtered) or batch.special):  # the model's logits as they are
             columns = _columns(batch, batch.temperature)
-            return Sampling(*self._drawn(raw, columns, batch.logprobs))
+            return Sampled(*self._drawn(raw, columns, batch.logprobs))
         processed = [n for n, row in batch.special.items() if row.processed]
         places = np.array(sorted({*filtered.tolist(), *processed}), np.int64)
         scores = Scores(raw, places)
@@ -196,9 +217,9 @@ class Sampler:
         if errors:
             tokens[list(errors)] = -1
         if not batch.special:
-            return Sampling(tokens, logprobs)
+            return Sampled(tokens, logprobs)
         special = batch.special
-        return Sampling(tokens, logprobs, special, errors, scores, temperature, self.kernels)
+        return Sampled(tokens, logprobs, special, errors, scores, temperature, self.kernels)
 
     def _choose(
         self, scores: Scores, batch: SampleBatch, temperature: Array

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from tinyspec.config import MOST_TAPS, STATE_TILE
-from tinyspec.scheduler.passes import DRAFT, ScheduledRows
+from tinyspec.scheduler.passes import DRAFT
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.scheduler.step import Step
 
 # As many states are kept as a part of the sequences that run, and at least so many.
 KEPT_PART, LEAST_KEPT = 4, 8
@@ -41,11 +42,6 @@ class Checkpoints:
         self._free = list(range(rows, self.count))
         self.kept: dict[Key, int] = {}
         self._copies: list[tuple[int, int]] = []
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """States (from, to) to be copied before the next pass, rings included."""
-        copies, self._copies = self._copies, []
-        return copies
 
     def fork(self, leader: int, sibling: int) -> None:
         """Let row ``sibling`` go on from the state of row ``leader``."""
@@ -93,22 +89,24 @@ class Checkpoints:
         ends = np.minimum(starts + counts, lengths - 1) // self.step * self.step
         return np.where(ends > starts, ends - starts, counts)
 
-    def worth_keeping(self, works: ScheduledRows) -> list[tuple[int, int]]:
+    def worth_keeping(self, step: Step) -> list[tuple[int, int]]:
         """Rows with a state to be kept, and after how many tokens it is; each once."""
-        at = self.table.state_at[works.rows]
-        found = (at > self.table.state_kept[works.rows]) & (at % self.step == 0)
-        rows = works.rows[found]
+        at = self.table.state_at[step.rows]
+        found = (at > self.table.state_kept[step.rows]) & (at % self.step == 0)
+        rows = step.rows[found]
         self.table.state_kept[rows] = at[found]
         return list(zip(rows.tolist(), at[found].tolist(), strict=True))
 
-    def move(self, works: ScheduledRows) -> Array:
-        """[3, n] of the works of a pass: whose state, after how many tokens it is, and up to where
-        the pass moves it: over tokens that are committed, or that must be for the sequence to go
-        on; not in passes whose rows are drafts."""
-        table, rows = self.table, works.rows
+    def move(self, step: Step) -> None:
+        """Fill in ``moves`` [3, n] of the works of a pass: whose state, after how many tokens it
+        is, and up to where the pass moves it: over tokens that are committed, or that must be for
+        the sequence to go on; not in passes whose rows are drafts. ``copies``: states (from, to) to
+        be copied before it, rings included."""
+        table, rows = self.table, step.rows
         at = table.state_at[rows]
-        final = np.where(table.given[rows], works.ends, np.minimum(works.ends, table.length[rows]))
+        final = np.where(table.given[rows], step.ends, np.minimum(step.ends, table.length[rows]))
         to: Any = np.maximum(final // STATE_TILE * STATE_TILE, at)
-        to = np.where(works.kinds == DRAFT, at, to)
+        to = np.where(step.kinds == DRAFT, at, to)
         table.state_at[rows] = to
-        return np.stack([rows, at, to])
+        step.moves = np.stack([rows, at, to])
+        step.copies, self._copies = self._copies, []

@@ -14,8 +14,8 @@ from hashlib import blake2b
 
 from tinyspec.scheduler.checkpoints import Checkpoints, Key
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import ScheduledRows
 from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.step import Step
 
 _Key = tuple[int, bool, bytes]
 
@@ -69,11 +69,11 @@ class PrefixCache:
         if self.checkpoints.on and (key := self._state(sequence, pages)) is not None:
             self.checkpoints.begin(sequence.row, key, pages * self.pool.page_size)
 
-    def keep_states(self, works: ScheduledRows) -> None:
+    def keep_states(self, step: Step) -> None:
         """Keep states that sequences have before a pass."""
         if not (self.on and self.checkpoints.on):
             return
-        for row, tokens in self.checkpoints.worth_keeping(works):
+        for row, tokens in self.checkpoints.worth_keeping(step):
             sequence: Sequence = self.checkpoints.table.sequences[row]
             pages = tokens // self.pool.page_size
             if len(digests := self._digests(sequence, pages)) >= pages:

@@ -6,6 +6,7 @@ State only; the scheduler and the engine change it. Host only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
@@ -66,7 +67,6 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     next_logits: Any = None
     grammar: Any = None
@@ -221,11 +221,6 @@ class Sequence:
         self.pages = pages
         self.table.set_pages(self.row, pages)
 
-    def drop_drafts(self) -> None:
-        if self.table is not None:
-            self.num_drafts = 0
-            self.proposed = self.draft_ended = False
-
     def forbid_drafts(self, forbid: bool = True) -> None:
         """Verify the next tokens without drafts, or with drafts again; none are drafted while
         others wait for the prompt."""
@@ -233,13 +228,13 @@ class Sequence:
         if self.table is not None:
             self.table.draft_free[self.row] = forbid or bool(self.siblings)
 
-    @property
+    @cached_property
     def sampling(self) -> dict[str, Any]:
-        """Temperature, noise key and filters, in numbers."""
-        params = self.params
+        """Temperature, noise key and filters, in numbers; its row of the table has them."""
+        params, seed = self.params, self.params.seed
         return {
             "temperature": params.temperature,
-            "key": self.key,
+            "key": 0 if seed is None else noise_key(seed, self.index),
             "top_k": (params.filtered and params.top_k) or 0,
             "top_p": 1.0 if params.top_p is None or not params.filtered else params.top_p,
             "min_p": (params.filtered and params.min_p) or 0.0,
@@ -338,10 +333,8 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0
-        seed, count = self.params.seed, self.params.num_return_sequences
-        keys = [0 if seed is None else noise_key(seed, index) for index in range(count)]
-        for n, key in enumerate(keys):
-            self.sequences.append(Sequence(self, n, [*self.prompt], self.params.of_one(), key=key))
+        for n in range(self.params.num_return_sequences):
+            self.sequences.append(Sequence(self, n, [*self.prompt], self.params.of_one()))
         self.sequences[0].siblings = self.sequences[1:]
         self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 

@@ -6,8 +6,6 @@ or commits a pass reads and writes columns of many rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
 
@@ -106,7 +104,7 @@ class SequenceTable(Columns):
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
         self.generations = 0
-        self.is_ahead = False  # in a block of ``ahead``
+        self.is_ahead = False  # in a block of ``Step.ahead``
         annotated = {**Fixed.__annotations__, **Columns.__annotations__}
         self._columns = {name: KINDS[kind] for name, kind in annotated.items()}
         for name, kind in self._columns.items():
@@ -197,11 +195,6 @@ class SequenceTable(Columns):
         self.pages[row, count:before] = 0
         self.num_pages[row] = count
 
-    def by_priority(self, rows: Array) -> Array:
-        """Places of ``rows`` [n] in the order in which they get pages: deterministic before plain,
-        each in the order in which they would start: who is preempted for pages has none yet."""
-        return np.lexsort((self.order[rows], self.priority[rows], ~self.deterministic[rows]))
-
     def pending(self, rows: Array) -> Array:
         """[n]: committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
         return self.length[rows] - self.computed[rows]
@@ -219,11 +212,6 @@ class SequenceTable(Columns):
         """[n]: drafts that may wait before a verify."""
         limits = np.minimum(self.window[rows], self.most[rows] - self.length[rows] - 1)
         return np.where(self.draft_free[rows], 0, limits)
-
-    def drafts_are_full(self, rows: Array) -> Array:
-        """[n] bool: whether no further draft may wait, or the drafter has ended them."""
-        ended = self.proposed[rows] | self.draft_ended[rows]
-        return ended | (self.num_drafts[rows] >= self.draft_limits(rows))
 
     def commit(self, rows: Array, counts: Array, tokens: Array) -> None:
         """Append the first ``counts`` [n] of ``tokens`` [n, W] to each of ``rows`` [n].
@@ -243,11 +231,6 @@ class SequenceTable(Columns):
         """[n] bool: which of ``tokens`` [n] end their sequences."""
         equal = self.stops[rows] == tokens[:, None]
         return equal[:, 0] if equal.shape[1] == 1 else equal.any(1)
-
-    def fills_page(self, rows: Array, page_size: int) -> Array:
-        """[n] bool: whether pages have filled up with final KV that the prefix cache has not
-        seen."""
-        return self.computed[rows] // page_size > self.indexed[rows]
 
     def draft(self, rows: Array, tokens: Array) -> None:
         """One more draft for each of ``rows`` [n]; none where the token is negative, which ends
@@ -277,20 +260,6 @@ class SequenceTable(Columns):
         if canonical:
             whole = self.canonical[rows] >= before
             self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
-
-    @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """A block that may put sequences forward, as if a pass were committed that is not: behind
-        it they are what they were. None may enter or leave in it."""
-        columns = (self.length, self.computed, self.canonical, self.num_drafts)
-        before = [column.copy() for column in columns]
-        self.is_ahead = True
-        try:
-            yield
-        finally:
-            self.is_ahead = False
-            for column, values in zip(columns, before, strict=True):
-                column[:] = values
 
 
 def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:

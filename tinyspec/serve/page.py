@@ -40,5 +40,5 @@ def last_verifies(trace: Trace, request_id: str) -> list[dict[str, Any]]:
     run = Run(trace.passes(), {token: trace.tokenizer.decode([token]) for token in tokens})
     found = [part for part in whole_verifies(run) if part[1].request_id == request_id]
     undone = [part for part in found if part[1].rejected]
-    last = {part[0].record.number: part for part in (*found[-1:], *undone[-1:])}
+    last = {part[0].number: part for part in (*found[-1:], *undone[-1:])}
     return [asdict(verify_diagram(run, *part, "this answer")) for part in last.values()]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.runner.device_queue import to_device
-from tinyspec.scheduler.passes import Pass
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.step import Step
 
 
 @contextmanager
@@ -68,18 +68,17 @@ class ThinkingRows:
     hidden: Tensor | None = None
 
     @classmethod
-    def of(cls, work_pass: Pass, device: torch.device) -> ThinkingRows | None:
+    def of(cls, step: Step, device: torch.device) -> ThinkingRows | None:
         """None where the pass has no such rows."""
-        works = work_pass.works
-        firsts = works.cu_rows - works.counts
+        firsts = step.cu_rows - step.counts
         added: list[Array] = []
         states: list[Tensor] = []
         read: list[Array] = []
         spans: list[Span] = []
-        for n in work_pass.table.places("thinking", works.rows):
-            sequence = work_pass.table.sequences[works.rows[n]]
+        for n in step.table.places("thinking", step.rows):
+            sequence = step.table.sequences[step.rows[n]]
             thoughts = sequence.request.thoughts
-            start, end = int(works.starts[n]), int(works.ends[n])
+            start, end = int(step.starts[n]), int(step.ends[n])
             row = int(firsts[n]) - start  # of position 0
             for position, state in thoughts.added(start, end):
                 added.append(np.arange(position, position + len(state)) + row)

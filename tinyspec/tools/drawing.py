@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from html import escape
 
-from tinyspec.engine.trace import PROMPT, TracedPass, TracedWork, lane_name, title
+from tinyspec.engine.trace import PROMPT, TracedWork, lane_name, title
+from tinyspec.scheduler.passes import PassRecord
 from tinyspec.tools.terminal import FULL, LOOKS, Cell, Row
 from tinyspec.tools.trace import Run, cells_of, printable, shown
 
@@ -28,7 +29,7 @@ TOKEN, NAMES = 2, 20
 
 def timeline(run: Run) -> list[Row]:
     """The bucket of each pass, and the tokens of each completion in it."""
-    tokens = sum(one.record.committed for one in run.passes)
+    tokens = sum(one.committed for one in run.passes)
     told = f"{len(run.lanes)} completions, {len(run.passes)} passes, {tokens} tokens"
     legend = [Cell(told, "bold")]
     for name, words in LEGEND.items():
@@ -38,7 +39,7 @@ def timeline(run: Run) -> list[Row]:
         lane: [Cell(f"{shown(lane_name(lane), NAMES - 2):>{NAMES - 1}} ")] for lane in run.lanes
     }
     for one in run.passes:
-        wide = max([1, *(len(cells_of(work, one.record.canonical)) for work in one.works)])
+        wide = max([1, *(len(cells_of(work, one.canonical)) for work in one.works)])
         head += [_head(one, wide), Cell(" ")]
         works = {work.lane: work for work in one.works}
         for lane, row in rows.items():
@@ -56,9 +57,8 @@ def _blank(tokens: int) -> Cell:
     return Cell(" " * TOKEN * tokens)
 
 
-def _head(one: TracedPass, wide: int) -> Cell:
+def _head(record: PassRecord, wide: int) -> Cell:
     """The bucket of a pass, and whether it is canonical."""
-    record = one.record
     kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "plain")
     rows = ", ".join(f"{count} {name}" for name, count in record.rows.items() if count)
     told = f"pass {record.number}: {kind}, bucket {record.bucket} {record.way}; rows: {rows}; "
@@ -67,9 +67,9 @@ def _head(one: TracedPass, wide: int) -> Cell:
     return Cell(bucket.ljust(TOKEN * wide), colour, told)
 
 
-def _tokens(run: Run, one: TracedPass, work: TracedWork, wide: int) -> Row:
+def _tokens(run: Run, one: PassRecord, work: TracedWork, wide: int) -> Row:
     """What a completion has in a pass; its prompt takes the width that its tokens leave."""
-    cells = [Cell(_sign(n), n, _title(run, work)) for n in cells_of(work, one.record.canonical)]
+    cells = [Cell(_sign(n), n, _title(run, work)) for n in cells_of(work, one.canonical)]
     left = _blank(wide - len(cells))
     if work.kind == PROMPT:
         cells[0].text += left.text

@@ -20,7 +20,6 @@ from tinyspec.engine.trace import (
     READ_KEPT,
     VERIFIED,
     Lane,
-    TracedPass,
     TracedWork,
     lane_name,
 )
@@ -28,7 +27,7 @@ from tinyspec.scheduler.passes import PassRecord
 from tinyspec.tools.terminal import ARROW, Cell, Diagram, Row
 
 # A pass and what one completion has in it.
-Part = tuple[TracedPass, TracedWork]
+Part = tuple[PassRecord, TracedWork]
 # Drafts that are read at a glance; a verify with as few is shown rather than a longer one.
 FEW_DRAFTS = 8
 # Of the tokens shown of a plain request: so many first, so many last.
@@ -41,7 +40,7 @@ class Run:
     """texts: of tokens by id; empty where the engine had no tokenizer. special: ids that are no
     text, as an end of sequence."""
 
-    passes: list[TracedPass]
+    passes: list[PassRecord]
     texts: dict[int, str]
     special: frozenset[int] = frozenset()
 
@@ -89,12 +88,11 @@ def run_of(data: dict[str, Any]) -> Run:
     known = data["tinyspec"]
     if known["format"] != FORMAT:
         raise ValueError(f"format {known['format']!r} instead of {FORMAT}")
-    passes: dict[int, TracedPass] = {}
+    passes: dict[int, PassRecord] = {}
     for event in data["traceEvents"]:
         kind, args = (event["ph"], event["pid"]), dict(event["args"])
         if kind == ("X", PASSES):
-            record = PassRecord(**args)
-            passes[record.number] = TracedPass(record, event["ts"] / 1e6, [], record.rows)
+            passes[args["number"]] = PassRecord(**args, began=event["ts"] / 1e6)
         elif kind == ("X", COMPLETIONS):
             passes[args.pop("pass")].works.append(TracedWork(**args))
     texts = {int(token): str(text) for token, text in known["texts"].items()}
@@ -165,12 +163,12 @@ def _kv(label: str, **counts: int) -> Row:
     return [Cell(f"{label}:"), *parts]
 
 
-def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Diagram:
+def verify_diagram(run: Run, one: PassRecord, work: TracedWork, name: str) -> Diagram:
     """Of a verify with one token more committed than drafts accepted. Tokens are named as in the
     papers' figures: T0 is known, T1' a draft, T1 the verifier's token at its place."""
     lane, accepted, drafts, prompt = work.lane, work.accepted, len(work.drafts), work.prompt_tokens
     own = f"T{accepted + 1}"
-    before = [(o, w) for o, w in run.of(lane) if o.record.number < one.record.number]
+    before = [(o, w) for o, w in run.of(lane) if o.number < one.number]
     drafting = list(takewhile(lambda part: part[1].kind == DRAFT, reversed(before)))
 
     def named(tokens: list[int], form: str, colour: str, first: int = 1) -> Row:
@@ -211,7 +209,7 @@ def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Di
         ],
         end: [kept],
     }
-    return Diagram(f"{end}: {name}, pass {one.record.number}", stages, legend, note)
+    return Diagram(f"{end}: {name}, pass {one.number}", stages, legend, note)
 
 
 def plain_diagram(run: Run) -> Diagram:
