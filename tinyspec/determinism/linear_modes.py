@@ -1,9 +1,9 @@
 """How the linears of one engine's model run so that results hold: by the linear kernel, or in tiles
-of rows. Knows modules, not what is proven of them."""
+of rows or transposed. Knows modules, not what is proven of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
@@ -41,7 +41,8 @@ class LinearModes:
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
     def tile(self, tiles: dict[str, dict[int, int]]) -> None:
-        """Run linears of these kinds in tiles of so many rows, by the rows of a canonical pass."""
+        """Run linears of these kinds in tiles of so many rows (or TRANSPOSED), by the rows of a
+        canonical pass."""
         if self._tiles == tiles:
             return
         self._tiles = tiles
@@ -66,17 +67,19 @@ class LinearModes:
         tiled = any(module is other for other in self._served.tiles.bound)
         return whole and (is_plain(module) or tiled)
 
-    def other_in_fast_mode(self, rows: int) -> tuple[str, ...]:
-        """The linears, and one expert for all, that fast mode runs another way in passes of so many
-        rows."""
-        model, experts = self._served.model, kernel_experts(self._served.model)
-        own = [name for name, module in experts.items() if rows > module.tinyspec_rows]
-        linears = (
-            name
-            for name, module in distinct_linears(model).items()
-            if isinstance(module, CpuLinear) and module.fast_product(rows) is not None
-        )
-        return (*own[:1], *linears)
+    def apart(self, sizes: Iterable[int]) -> list[int]:
+        """Those of ``sizes`` whose canonical passes run another way than plain ones: some linears,
+        or experts."""
+        model, tiled = self._served.model, {n for held in self._tiles.values() for n in held}
+        most = [module.tinyspec_rows for module in kernel_experts(model).values()]
+        linears = [m for m in distinct_linears(model).values() if isinstance(m, CpuLinear)]
+        return [
+            rows
+            for rows in sizes
+            if rows in tiled
+            or any(rows > each for each in most)
+            or any(linear.differs_in_plain_passes(rows) for linear in linears)
+        ]
 
     def restore(self) -> None:
         """Every linear as it was when the engine was made."""

@@ -23,6 +23,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tinyspec.determinism.attention_probe import (
@@ -52,8 +53,9 @@ from tinyspec.determinism.rows import (
 )
 from tinyspec.errors import DeterminismError
 from tinyspec.interrupts import flush
+from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.fused_layer import fused_functions
-from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
+from tinyspec.model.linears import TRANSPOSED, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
 from tinyspec.runner.kv_cache import refuse_shortage
@@ -72,6 +74,8 @@ FIRST_PASSES, ALL_PASSES = 2, 8
 ATTENTION_SECONDS = 0.05
 # Of another bucket, and of a large one, which costs most; of small ones for about so many rows.
 PASSES, LARGE_PASSES, LEAST_ROWS = 2, 1, 4
+# In larger passes laying weights out is the least part: canonical ones use no copies.
+COPIED_ROWS = 128
 # Times the needles of other probes, so that neighbours of ordinary size are larger.
 SMALL = 2.0**-10
 # Linears defined here compute more than their product: routers.
@@ -170,13 +174,33 @@ class Prober:
             pools[0][::2] *= SMALL
         return keeps_places(of_rows, pools, self.reference)
 
-    def agrees(self, name: str, rows: int) -> bool:
-        """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
+    def agrees(self, name: str, rows: int, transposed: bool = False) -> bool:
+        """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows;
+        there ``transposed``, which few linears can be."""
         self.pause()
         if name not in self._known:  # of another bucket
             self._known[name] = self._function(name)
         users, of_rows, pools = self._known[name]
-        return users or agree(of_rows, pools, rows, self.reference)
+        other = of_rows
+        if transposed:
+            module = self.runner.model.get_submodule(name)
+            if not isinstance(module, CpuLinear):
+                return False
+            other = module.transposed
+        return users or agree(of_rows, pools, rows, self.reference, other)
+
+    def copies_agree(self, rows: int) -> bool:
+        """Whether prepacked weights have the bits of the weights themselves in passes of so many
+        rows, where linears have such copies."""
+        found: list[bool] = []
+        for name in self.linears if rows <= COPIED_ROWS else ():
+            module = self.runner.model.get_submodule(name)
+            if isinstance(module, CpuLinear) and all(found):
+                self.pause()
+                _, _, (pool, *_) = self._known.get(name) or self._function(name)
+                x = pool[torch.arange(rows) % (len(pool) - 1)]
+                found.append(module.copy_keeps_bits(x, self.runner.prepacked))
+        return bool(found) and all(found)
 
     def _function(self, name: str) -> Function:
         """One of them, and pools of rows to probe it with."""
@@ -297,8 +321,9 @@ def prove_reference(
         unsound += unsound_attention(attention)
         unsound += prober.differs(rows, range(1, FIRST_PASSES + 1))
     took, seconds = prober.seconds, probe.took.get(rows, 0.0)
-    own_way = modes.other_in_fast_mode(rows)
-    bucket = BucketResult(rows, not unsound, (), seconds, own_way, proof=took)
+    bucket = BucketResult(
+        rows, not unsound, (), seconds, copies=prober.copies_agree(rows), proof=took
+    )
     kept = () if unsound else served
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
@@ -363,16 +388,23 @@ def unsound_attention(found: Iterable[ComparedRows]) -> list[Unsound]:
 def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResults:
     """Whether bucket ``rows`` is canonical: its functions of rows, and then the model end to end.
 
-    A plain linear with other bits in a larger bucket runs in tiles there, of the largest bucket's
-    rows in which it has the reference's.
+    A plain linear with other bits in a larger bucket runs transposed there if it has the
+    reference's then, or else in tiles, of the largest bucket's rows in which it has them.
     """
     begun, modes = prober.seconds, prober.modes
-    differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
-    broken = [n for n in differing if n not in prober.linears or not modes.can_tile(n, rows)]
-    own_way = (*differing, *modes.other_in_fast_mode(rows))
+    tiles, broken = dict[str, int](), []
+    for name in (*prober.linears, *prober.ops):
+        if prober.agrees(name, rows):
+            continue
+        if name in prober.linears and prober.agrees(name, rows, transposed=True):
+            tiles[name] = TRANSPOSED
+        elif name in prober.linears and modes.can_tile(name, rows):
+            tiles[name] = results.tile_of(name, rows)
+        else:
+            broken.append(name)
+    copies = not broken and prober.copies_agree(rows)
+    found = BucketResult(rows, not broken, tuple(broken), 0.0, tiles, copies)
     if not broken:
-        tiles = {name: results.tile_of(name, rows) for name in differing}
-        found = BucketResult(rows, True, (), 0.0, own_way, tiles)
         modes.tile(results.with_bucket(found).tiles)
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))

@@ -190,7 +190,11 @@ class Scheduler:
         limit = self.admission.row_limit
         most = self.buckets.largest if limit is None else limit
         plain, drafting = candidates.plain, candidates.drafting
-        room = most - len(plain) - len(drafting)
+        decoding = len(plain) + len(drafting)
+        if len(candidates.plain_prompts):
+            pending = int(self.table.runnable(candidates.plain_prompts).sum())
+            most = min(most, self.buckets.room(decoding + 1, decoding + pending))
+        room = most - decoding
         for_drafts = room // 2 if len(candidates.plain_prompts) else room
         works, room = self._decoding(plain, self.table.num_drafts[plain], for_drafts, room)
         prompts = self._prompts(candidates.plain_prompts, room)
