@@ -23,7 +23,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
 CONFIG = EngineConfig(reference_rows=8, max_rows=16)
-SIZES = [2, 4, 8, 16]
+SIZES = [2, 4, 8, 12, 16]
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
 pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
 
@@ -128,30 +128,29 @@ def test_what_a_first_token_waits_for(monkeypatch):
         assert {*rows} == {reference} and len(rows) < 12
 
 
-def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
-    """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16; one that takes long
-    waits for a request that has run for long, and the log says so once."""
-    monkeypatch.setattr(ladder, "proof_seconds", lambda results, *_: 10 * results.buckets[0].proof)
+def test_a_bucket_is_proven_once_it_would_have_been_used_often(monkeypatch):
+    """Passes of 10 rows run in one of 32, and would in one of 16; they have taken OFTEN times as
+    long as its proof by then. One that failed is not tried again, and what is known is not."""
+    monkeypatch.setattr(ladder, "proof_seconds", lambda results, *_: results.buckets[-1].proof)
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
 
-    def first_proof(seconds, rows, most=10_000):
+    def first_proof(rows, proof=2.0, most=1000, failed=()):
         """The pass after which a bucket is proven, and which."""
-        ladder = Ladder(buckets, CONFIG)
-        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=seconds),))
+        known = Ladder(buckets)
+        known.failed.update(failed)
+        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=proof),))
         for number in range(1, most):
-            buckets.wanted = rows, 0
-            if (found := ladder.next(results, 1.0, 0.9)) is not None:
+            buckets.window(rows, 0, 0, 0.9)
+            if (found := known.next(results, 0.5, 0.9)) is not None:
                 return number, found
         return None
 
-    near = ladder.EVERY + 1
-    assert first_proof(0.1, 10) == (pytest.approx(1 / 0.5, abs=near), 16)
-    assert first_proof(0.1, 32, most=100) is None
-    with caplog.at_level(logging.INFO, "tinyspec"):
-        assert first_proof(1.0, 10) == (pytest.approx(10 * ladder.PATIENCE, abs=near), 16)
-    (line,) = caplog.messages
-    assert "16 rows" in line and "warm_up" in line
+    near = ladder.EVERY
+    for proof in (2.0, 20.0):
+        assert first_proof(10, proof) == (pytest.approx(2 * ladder.OFTEN * proof, abs=near), 16)
+    assert first_proof(3) == (pytest.approx(4 * ladder.OFTEN, abs=near), 4)
+    assert first_proof(32) is None and first_proof(10, failed=[16]) is None
 
 
 def test_what_a_proof_takes_is_told_by_passes_and_other_proofs():

@@ -28,7 +28,7 @@ from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doc
 from tinyspec.cli.main import main
 
 REFERENCE = 8
-SIZES = [2, 4, 8, 16, 20]
+SIZES = [2, 4, 8, 12, 16, 20]
 DRAFTS = ["draft and verify"] * 2
 CONFIG = EngineConfig(reference_rows=REFERENCE, max_rows=20)
 pytestmark = pytest.mark.usefixtures("home")
