@@ -147,8 +147,9 @@ def test_a_bucket_is_proven_once_it_would_have_been_used_often(monkeypatch):
         return None
 
     near = ladder.EVERY
-    for proof in (2.0, 20.0):
-        assert first_proof(10, proof) == (pytest.approx(2 * ladder.OFTEN * proof, abs=near), 16)
+    for seconds in (2.0, 20.0):
+        passes = pytest.approx(2 * ladder.OFTEN * seconds, abs=near)
+        assert first_proof(10, seconds) == (passes, 16)
     assert first_proof(3) == (pytest.approx(4 * ladder.OFTEN, abs=near), 4)
     assert first_proof(32) is None and first_proof(10, failed=[16]) is None
 
