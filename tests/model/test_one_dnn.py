@@ -18,12 +18,12 @@ from tests.support.tiny import prompts, tiny
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.model import cpu_linears
 from tinyspec.model import one_dnn as module
-from tinyspec.model.one_dnn import REPAID, PrepackedWeights, one_dnn, serves
+from tinyspec.model.one_dnn import COPIED_ROWS, REPAID, PrepackedWeights, one_dnn, serves
 
 pytestmark = pytest.mark.skipif(not serves(torch.float32), reason="torch has no oneDNN here")
 SIZES = (512, 512), (1408, 512), (512, 1408), (97, 2048)
 DTYPES = [dtype for dtype in module.DTYPES if serves(dtype)]
-ROWS = (*range(2, 35), 48, 64, 100, 128, 300)
+ROWS = (*range(2, 35), 48, 64, 100, COPIED_ROWS)
 PLAIN = SamplingParams(max_new_tokens=24, logprobs=True, ignore_eos=True)
 
 
@@ -82,6 +82,14 @@ def test_bits(dtype, size, bias):
         x = torch.randn(1, 1, size[1], dtype=dtype)
         own = one_dnn(x, linear.weight, linear.bias)
         assert torch.equal(made.product(x, linear.weight, linear.bias, True), own)
+
+
+def test_large_passes_have_no_copies():
+    weight = torch.randn(512, 512)
+    made, x = PrepackedWeights(lambda: 1 << 40), torch.randn(COPIED_ROWS + 1, 512)
+    for _ in range(2 * REPAID):
+        assert torch.equal(made.product(x, weight, None, False), one_dnn(x, weight))
+    assert not made._uses
 
 
 def test_exact_passes_use_copies_of_proven_row_counts_alone():

@@ -57,6 +57,7 @@ from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linears import TRANSPOSED, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
+from tinyspec.model.one_dnn import COPIED_ROWS
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
@@ -74,8 +75,6 @@ FIRST_PASSES, ALL_PASSES = 2, 8
 ATTENTION_SECONDS = 0.05
 # Of another bucket, and of a large one, which costs most; of small ones for about so many rows.
 PASSES, LARGE_PASSES, LEAST_ROWS = 2, 1, 4
-# In larger passes laying weights out is the least part: canonical ones use no copies.
-COPIED_ROWS = 128
 # Times the needles of other probes, so that neighbours of ordinary size are larger.
 SMALL = 2.0**-10
 # Linears defined here compute more than their product: routers.

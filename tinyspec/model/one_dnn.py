@@ -24,8 +24,10 @@ MACHINES = ("x86_64", "amd64")
 DTYPES = (torch.float32, torch.bfloat16)
 # For which a copy is laid out; all serve all others, and bits are the same.
 USUAL_ROWS = 32
-# To prepack takes as long as so many products save: 500 us of 512 by 1408.
-REPAID = 8
+# In larger passes laying weights out is the least part.
+COPIED_ROWS = 128
+# To prepack takes about as long as so many products save: 500 us of 512 by 1408.
+REPAID = 6
 # Of the memory that is free when the first weight is prepacked, all of them take one part in SHARE.
 SHARE = 4
 
@@ -90,8 +92,9 @@ class PrepackedWeights:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
         """``one_dnn(x, weight, bias)``; bit for bit if ``exact``."""
-        copy = self._copy(weight)
-        if copy is None or (exact and x.numel() // weight.shape[1] not in self.proven):
+        rows = x.numel() // weight.shape[1]
+        copy = self._copy(weight) if rows <= COPIED_ROWS else None
+        if copy is None or (exact and rows not in self.proven):
             return one_dnn(x, weight, bias)
         return one_dnn(x, copy, bias)
 

@@ -5,7 +5,7 @@ deterministic sequences are computed. Host only.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tinyspec.config import EngineConfig
 from tinyspec.scheduler.costs import PassCosts
@@ -29,12 +29,21 @@ LADDER = {
 }
 # More sequences than these have a bucket of their own, in which all decode at once.
 MANY = 1024
-# Of such a bucket, the part that may be padding before prompts are cut to fill a smaller one.
+# Of a bucket, the part that may be padding before rows are cut to fill a smaller one.
 PADDING = 1 / 4
 # Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
 MOST_DRAFTS = 16
 # Windows that are weighed beside those that fill a canonical bucket.
 WINDOWS = (1, 2, 4, 8)
+
+
+def next_bucket(rows: int, sizes: Sequence[int]) -> int:
+    """Of the next pass over so many rows, of which some may be left, by these sizes."""
+    if rows >= sizes[-1]:
+        return sizes[-1]
+    place = bisect_left(sizes, rows)
+    size = sizes[place]
+    return sizes[place - 1] if place and size - rows > PADDING * size else size
 
 
 def ladder(config: EngineConfig, device_type: str) -> list[int]:
@@ -112,9 +121,8 @@ class Buckets:
         holds, or so many that less than PADDING of it is empty."""
         if not FINE < wanted < self.largest:
             return min(wanted, self.largest)
-        place = bisect_left(self._all, wanted)
-        size, smaller = self._all[place], self._all[place - 1]
-        return smaller if size - wanted > PADDING * size and smaller >= least else wanted
+        room = min(next_bucket(wanted, self._all), wanted)
+        return room if room >= least else wanted
 
     def cheapest(self, least: int, wanted: int) -> int:
         """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row;
