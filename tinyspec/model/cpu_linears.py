@@ -63,6 +63,17 @@ def few_rows(threads: int) -> int:
     return 0
 
 
+def is_small(weight: Tensor) -> bool:
+    """Whether torch's default multiplies by it."""
+    return weight.dtype == torch.float32 and weight.numel() < SMALL_ELEMENTS
+
+
+def few(rows: int, weight: Tensor) -> bool:
+    """Whether plain passes multiply so many rows by torch's default, whatever the size."""
+    may = rows <= FEW_ROWS[0] and weight.dtype == torch.float32
+    return may and rows <= few_rows(torch.get_num_threads())
+
+
 class CpuLinear(SharedLinear):
     """An ``nn.Linear`` by oneDNN."""
 
@@ -70,39 +81,34 @@ class CpuLinear(SharedLinear):
     out_features: int
     tinyspec_context: AttentionContext
 
-    @property
-    def _is_small(self) -> bool:
-        return self.weight.dtype == torch.float32 and self.weight.numel() < SMALL_ELEMENTS
-
     def differs_in_plain_passes(self, rows: int) -> bool:
-        """Whether plain passes run so many rows by torch's default, and canonical ones do not."""
-        if self._is_small:
-            return rows < LEAST_ROWS
-        return self.weight.dtype == torch.float32 and rows <= few_rows(torch.get_num_threads())
+        """Whether plain passes compute so many rows in another way than canonical ones."""
+        return rows < LEAST_ROWS if is_small(self.weight) else few(rows, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        context = self.tinyspec_context
+        context, weight, bias = self.tinyspec_context, self.weight, self.bias
         exact = context.canonical is not False
-        if not exact and self.differs_in_plain_passes(x.numel() // self.in_features):
-            return F.linear(x, self.weight, self.bias)
+        if not exact and (is_small(weight) or few(x.numel() // self.in_features, weight)):
+            return F.linear(x, weight, bias)
         copies = context.prepacked
-        return product(lambda x: self.product(x, copies, exact), x, self.weight, self.bias)
+        return product(lambda x: self.product(x, copies, exact), x, weight, bias)
 
     def product(
         self, x: Tensor, copies: PrepackedWeights | None = None, exact: bool = True
     ) -> Tensor:
         """x [..., in_features] -> [..., out_features]: what canonical passes compute, and plain
         ones if not ``exact``; copies: of weights, if any."""
-        if not self._is_small:
-            if copies is None:
-                return one_dnn(x, self.weight, self.bias)
-            return copies.product(x, self.weight, self.bias, exact)
-        rows = x.reshape(-1, self.in_features)
-        if (count := len(rows)) < LEAST_ROWS and exact:
-            rows = F.pad(rows, (0, 0, 0, LEAST_ROWS - count))
-        out = F.linear(rows, self.weight, self.bias)[:count]
-        return out.view(*x.shape[:-1], self.out_features)
+        weight, bias = self.weight, self.bias
+        if is_small(weight):
+            rows = x.reshape(-1, self.in_features)
+            if (count := len(rows)) < LEAST_ROWS:
+                rows = F.pad(rows, (0, 0, 0, LEAST_ROWS - count))
+            out = F.linear(rows, weight, bias)
+            return out[:count].view(*x.shape[:-1], self.out_features)
+        if copies is None:
+            return one_dnn(x, weight, bias)
+        return copies.product(x, weight, bias, exact)
 
     def transposed(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], as weight times rows."""
@@ -114,7 +120,7 @@ class CpuLinear(SharedLinear):
 
     def copy_keeps_bits(self, x: Tensor, copies: PrepackedWeights) -> bool:
         """Whether ``product`` of rows x [R, in_features] is the same by a copy of the weight."""
-        return self._is_small or copies.keeps_bits(x, self.weight, self.bias)
+        return is_small(self.weight) or copies.keeps_bits(x, self.weight, self.bias)
 
 
 def cpu_stand_ins(model: nn.Module, context: AttentionContext) -> dict[nn.Module, nn.Module]:
