@@ -45,19 +45,12 @@ from tinyspec.determinism.recorder import (
     token_sets,
 )
 from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
-from tinyspec.determinism.rows import (
-    agree,
-    keeps_places,
-    probe_pool,
-    sensitive_pool,
-)
+from tinyspec.determinism.rows import agree, keeps_places, probe_pool, sensitive_pool
 from tinyspec.errors import DeterminismError
 from tinyspec.interrupts import flush
-from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linears import TRANSPOSED, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
-from tinyspec.model.one_dnn import COPIED_ROWS
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
@@ -175,31 +168,24 @@ class Prober:
 
     def agrees(self, name: str, rows: int, transposed: bool = False) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows;
-        there ``transposed``, which few linears can be."""
+        there ``transposed``, which only some linears can be."""
         self.pause()
         if name not in self._known:  # of another bucket
             self._known[name] = self._function(name)
         users, of_rows, pools = self._known[name]
-        other = of_rows
-        if transposed:
-            module = self.runner.model.get_submodule(name)
-            if not isinstance(module, CpuLinear):
-                return False
-            other = module.transposed
-        return users or agree(of_rows, pools, rows, self.reference, other)
+        other = self.modes.transposed(name) if transposed else of_rows
+        return users or (other is not None and agree(of_rows, pools, rows, self.reference, other))
 
     def copies_agree(self, rows: int) -> bool:
         """Whether prepacked weights have the bits of the weights themselves in passes of so many
-        rows, where linears have such copies."""
-        found: list[bool] = []
-        for name in self.linears if rows <= COPIED_ROWS else ():
-            module = self.runner.model.get_submodule(name)
-            if isinstance(module, CpuLinear) and all(found):
-                self.pause()
-                _, _, (pool, *_) = self._known.get(name) or self._function(name)
-                x = pool[torch.arange(rows) % (len(pool) - 1)]
-                found.append(module.copy_keeps_bits(x, self.runner.prepacked))
-        return bool(found) and all(found)
+        rows."""
+        for name in (names := self.modes.with_copies(rows)):
+            self.pause()
+            *_, (pool, *_) = self._known.get(name) or self._function(name)
+            x = pool[torch.arange(rows) % (len(pool) - 1)]
+            if not self.modes.copy_keeps_bits(name, x):
+                return False
+        return bool(names)
 
     def _function(self, name: str) -> Function:
         """One of them, and pools of rows to probe it with."""
@@ -391,16 +377,14 @@ def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResul
     reference's then, or else in tiles, of the largest bucket's rows in which it has them.
     """
     begun, modes = prober.seconds, prober.modes
-    tiles, broken = dict[str, int](), []
-    for name in (*prober.linears, *prober.ops):
-        if prober.agrees(name, rows):
-            continue
-        if name in prober.linears and prober.agrees(name, rows, transposed=True):
-            tiles[name] = TRANSPOSED
-        elif name in prober.linears and modes.can_tile(name, rows):
+    names = (*prober.linears, *prober.ops)
+    differing = [name for name in names if not prober.agrees(name, rows)]
+    linears = [name for name in differing if name in prober.linears]
+    tiles = {n: TRANSPOSED for n in linears if prober.agrees(n, rows, transposed=True)}
+    for name in linears:
+        if name not in tiles and modes.can_tile(name, rows):
             tiles[name] = results.tile_of(name, rows)
-        else:
-            broken.append(name)
+    broken = [name for name in differing if name not in tiles]
     copies = not broken and prober.copies_agree(rows)
     found = BucketResult(rows, not broken, tuple(broken), 0.0, tiles, copies)
     if not broken:
