@@ -128,37 +128,39 @@ def test_what_a_first_token_waits_for(monkeypatch):
         assert {*rows} == {reference} and len(rows) < 12
 
 
-def test_a_bucket_is_proven_once_it_would_have_been_used_often(monkeypatch):
-    """Passes of 10 rows run in one of 32, and would in one of 16; they have taken OFTEN times as
-    long as its proof by then. One that failed is not tried again, and what is known is not."""
+def test_a_proof_waits_until_it_is_repaid(monkeypatch):
+    """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16. A bucket whose
+    proof failed is not tried again."""
     monkeypatch.setattr(ladder, "proof_seconds", lambda results, *_: results.buckets[-1].proof)
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
 
-    def first_proof(rows, proof=2.0, most=1000, failed=()):
+    def first_proof(rows, seconds=2.0, most=1000, failed=()):
         """The pass after which a bucket is proven, and which."""
         known = Ladder(buckets)
         known.failed.update(failed)
-        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=proof),))
+        results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=seconds),))
         for number in range(1, most):
             buckets.window(rows, 0, 0, 0.9)
-            if (found := known.next(results, 0.5, 0.9)) is not None:
+            if (found := known.next(results, 0.9)) is not None:
                 return number, found
         return None
 
     near = ladder.EVERY
     for seconds in (2.0, 20.0):
-        passes = pytest.approx(2 * ladder.OFTEN * seconds, abs=near)
-        assert first_proof(10, seconds) == (passes, 16)
-    assert first_proof(3) == (pytest.approx(4 * ladder.OFTEN, abs=near), 4)
+        assert first_proof(10, seconds) == (pytest.approx(seconds / 0.5, abs=near), 16)
+    assert first_proof(3) == (pytest.approx(2.0 / 0.875, abs=near), 4)
     assert first_proof(32) is None and first_proof(10, failed=[16]) is None
 
 
 def test_what_a_proof_takes_is_told_by_passes_and_other_proofs():
-    """Not by the reference's own, which also finds what others go by: none was ever repaid."""
+    """The first one takes a second look at the reference, too; by its own proof, which also finds
+    what others go by, none was ever repaid."""
     buckets = Buckets(64, 32, (16, 32, 64))
     buckets.learn([32], {16: 1.0, 32: 2.0, 64: 4.0})
     results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=1000.0),))
+    assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES + 1000
+    results = replace(results, confirmed=True)
     assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES
     results = results.with_bucket(BucketResult(16, True, (), 1.0, proof=PROOF_PASSES + 7.0))
     assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES + 7

@@ -117,13 +117,18 @@ def test_rows_that_are_left_over_cost_another_pass():
 
 
 def test_the_bucket_that_a_pass_would_use():
-    """Were it proven: that of its rows, of their verify where drafts are cheaper, or of prompts."""
+    """Were it proven: that of its rows, of their verify where drafts are cheaper, or of prompts;
+    and what that would save."""
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
     assert buckets.would_use(0.9) is None, "no pass with deterministic requests"
-    assert buckets.window(10, 0, 1, 0.9) == 0 and buckets.would_use(0.9) == 16
+    assert buckets.window(10, 0, 1, 0.9) == 0
+    assert buckets.would_use(0.9) == (16, pytest.approx(0.5))
     assert buckets.would_use(0.9) is None, "asked once"
-    assert buckets.cheapest(1, 700) == 32 and buckets.would_use(0.9) == 1024
+    assert buckets.window(32, 0, 1, 0.9) == 0 and buckets.would_use(0.9) == (32, 0)
+    assert buckets.cheapest(1, 700) == 32
+    size, saved = buckets.would_use(0.9)
+    assert size == 1024 and saved == pytest.approx((22 * 2 / 700 - 33 / 700) * 32)
     for rows in (1, 2):
         buckets.costs.add(rows, False, 0.01)
-    assert buckets.window(1, 1, 8, 0.99) > 0 and buckets.would_use(0.99) in (2, 4, 16)
+    assert buckets.window(1, 1, 8, 0.99) > 0 and buckets.would_use(0.99)[0] in (2, 4, 16)

@@ -262,19 +262,16 @@ class Contract:
         results = self.prove(fresh)
         return results if results.unsound else self.prove_more(self.buckets.sizes, attention_rows)
 
-    def prove_repaid(
-        self, seconds: float, accepted: float, meanwhile: Meanwhile | None = None
-    ) -> bool:
-        """After a pass of so many seconds with deterministic requests: prove a further bucket, if
-        that is worth its time. False where the reference bucket turns out unsound: ``ensure``
-        raises from then on. accepted: chance that a draft is. meanwhile: as of
-        ``Proving.pausing``."""
+    def prove_repaid(self, accepted: float, meanwhile: Meanwhile | None = None) -> bool:
+        """After a pass with deterministic requests: prove a further bucket, if that is worth its
+        time. False where the reference bucket turns out unsound: ``ensure`` raises from then on.
+        accepted: chance that a draft is. meanwhile: as of ``Proving.pausing``."""
         results, ladder = self.results, self._ladder
         if results is None or results.unsound or self._config.verify == "always":
             return True
         if self.proving.under_way:  # by another call
             return True
-        rows = ladder.next(results, seconds, accepted)
+        rows = ladder.next(results, accepted)
         if rows is None or self.changed():  # that is looked at before the next pass
             return True
         try:

@@ -1,4 +1,4 @@
-"""When a further bucket is proven: once passes would have used it often enough.
+"""When a further bucket is worth its proof: once passes would have saved as much time as it takes.
 
 Which buckets are proven changes speed, never a bit, so time may decide. Knows no model.
 """
@@ -11,8 +11,6 @@ from statistics import median
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.scheduler.buckets import Buckets
 
-# Passes that would have used a bucket take so many times as long as its proof before that is made.
-OFTEN = 4
 # What a pass would have used is looked at in one of so many passes.
 EVERY = 4
 # Passes of a bucket that its proof takes: 10 to 1.3 of 4 to 2048 rows in a model of 43 linears.
@@ -20,36 +18,37 @@ PROOF_PASSES = 3
 
 
 class Ladder:
-    """used: seconds of passes that would have used each unknown bucket so far. failed: buckets
+    """saved: seconds that passes would have saved so far in each unknown bucket. failed: buckets
     whose proof raised."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
-        self.used: dict[int, float] = defaultdict(float)
+        self.saved: dict[int, float] = defaultdict(float)
         self.failed: set[int] = set()
         self._passes = 0
 
-    def next(self, results: ProbeResults, seconds: float, accepted: float) -> int | None:
-        """After a pass of so many seconds: the bucket to prove now, if there is one."""
+    def next(self, results: ProbeResults, accepted: float) -> int | None:
+        """After a pass: the bucket to prove now, if there is one."""
         self._passes += 1
-        if self._passes % EVERY:
+        found = None if self._passes % EVERY else self._buckets.would_use(accepted)
+        if found is None or found[0] in self.failed or found[0] in results.sizes:
             return None
-        rows = self._buckets.would_use(accepted)
-        if rows is None or rows in self.failed or rows in results.sizes:
-            return None
-        self.used[rows] += EVERY * seconds
-        return (
-            rows if self.used[rows] >= OFTEN * proof_seconds(results, self._buckets, rows) else None
-        )
+        rows, seconds = found
+        self.saved[rows] += EVERY * seconds
+        enough = proof_seconds(results, self._buckets, rows)
+        return rows if self.saved[rows] >= enough else None
 
 
 def proof_seconds(results: ProbeResults, buckets: Buckets, rows: int) -> float:
     """About what the proof of a bucket takes: some passes, and what other proofs took beyond
-    theirs; but for the reference's, which looks for what the others go by."""
+    theirs, but for the reference's; with the first of them goes a second look at the reference,
+    which takes as long as that did."""
 
     def passes(size: int) -> float:
         return PROOF_PASSES * buckets.seconds(size, canonical=True)
 
+    (first,) = (b.proof for b in results.buckets if b.rows == results.reference)
     others = (b for b in results.buckets if b.proof and b.rows != results.reference)
     beyond = [max(0.0, b.proof - passes(b.rows)) for b in others]
-    return passes(rows) + (median(beyond) if beyond else 0.0)
+    second = 0.0 if results.confirmed else first
+    return passes(rows) + second + (median(beyond) if beyond else 0.0)

@@ -202,12 +202,15 @@ class Buckets:
             cost += self.seconds(canonical[bisect_left(canonical, rest)], True)
         return cost
 
-    def would_use(self, accepted: float) -> int | None:
+    def would_use(self, accepted: float) -> tuple[int, float] | None:
         """The bucket that the last pass would have had, or its verify, were all of the ladder
-        canonical; None where there was none since this was asked. accepted: as of ``window``."""
+        canonical, and seconds that this would have saved; None where there was no such pass since
+        this was asked. accepted: as of ``window``."""
         (rows, drafting, most), self.wanted = self.wanted, (0, 0, 0)
         if not rows or not self.canonical:
             return None
-        if drafting:
-            rows += drafting * self._cheapest_way(self.sizes, rows, drafting, most, accepted)[1]
-        return self._cheapest(self.sizes, 1 if not drafting else rows, rows)
+        now, _ = self._cheapest_way(self.canonical, rows, drafting, most, accepted)
+        then, window = self._cheapest_way(self.sizes, rows, drafting, most, accepted)
+        verified = min(rows + drafting * window, self.sizes[-1])
+        size = self._cheapest(self.sizes, verified if drafting else 1, verified)
+        return size, (now - then) * min(rows, self.canonical[-1])
