@@ -246,8 +246,8 @@ class RequestTracker:
         finally:
             self._finish()
         self.driver.news += 1
-        exact, accepted = core.table.any("deterministic"), core.scheduler.accepted()
-        if exact and not self._contract.prove_repaid(accepted, meanwhile):
+        asked = core.table.any("deterministic")
+        if asked and not self._contract.prove_repaid(core.scheduler.accepted(), meanwhile):
             self._ensure()
         return True
 
