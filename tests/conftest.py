@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 
 transformers.logging.set_verbosity_error()
 # Of canonical passes on a CPU in tests: prompts are short.
-ROW_COUNTS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+ROW_COUNTS = (2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
 # Tiny models are quickest so; tests in which threads matter ask for more.
 torch.set_num_threads(1)
 
