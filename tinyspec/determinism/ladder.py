@@ -30,8 +30,11 @@ class Ladder:
     def next(self, results: ProbeResults, accepted: float) -> int | None:
         """After a pass: the bucket to prove now, if there is one."""
         self._passes += 1
-        found = None if self._passes % EVERY else self._buckets.would_use(accepted)
-        if found is None or found[0] in self.failed or found[0] in results.sizes:
+        unknown = {*self._buckets.sizes} - {*results.sizes, *self.failed}
+        if not unknown or self._passes % EVERY:
+            return None
+        found = self._buckets.would_use(accepted)
+        if found is None or found[0] not in unknown:
             return None
         rows, seconds = found
         self.saved[rows] += EVERY * seconds

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from math import inf
 from statistics import median_low
-
-import numpy as np
 
 # Passes of a row count that are kept, and passes of any since which one counts: what ran longer ago
 # may have run in another time.
@@ -50,10 +49,15 @@ class PassCosts:
         sizes, costs = self._fitted[apart]
         if not sizes:
             return float(rows)
-        nearest = min(max(rows, sizes[0]), sizes[-1])
-        grown = 1 - GROWS + GROWS * rows / nearest
-        most = inf if (rows, apart) in self._last else self._bounds.get((rows, apart), inf)
-        return min(float(np.interp(nearest, sizes, costs)) * grown, most)
+        place = bisect_left(sizes, rows)
+        if 0 < place < len(sizes):
+            (low, high), (less, more) = sizes[place - 1 : place + 1], costs[place - 1 : place + 1]
+            found = less + (more - less) * (rows - low) / (high - low)
+        else:
+            nearest = min(place, len(sizes) - 1)
+            found = costs[nearest] * (1 - GROWS + GROWS * rows / sizes[nearest])
+        known = (rows, apart) in self._last
+        return found if known else min(found, self._bounds.get((rows, apart), inf))
 
     def _fit(self, apart: bool) -> tuple[list[int], list[float]]:
         """Row counts in order, and their costs: medians of the last passes, where none of the kind
