@@ -63,6 +63,7 @@ BAD_CONFIG = {
     "kv_dtype": ("fp8", "fp8_e5m2", "bfloat16", torch.float8_e4m3fn, True, None),
     "cuda_graphs": (1, "yes"),
     "linear": ("sometimes", None),
+    "prepack": ("sometimes", None, True),
     "overlap": (1, "yes"),
     "thinking_window": (0, -1, 2.5, True),
 }

@@ -13,6 +13,7 @@ from tinyspec.scalars import Settings, allowed, integers, is_int, numbers, one_o
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
+PREPACK = ("auto", "never")
 BACKENDS = ("auto", "triton", "torch")
 KV_DTYPES = ("auto", "fp8_e4m3")
 MAX_PAGE_SIZE = 1024
@@ -62,6 +63,9 @@ class EngineConfig(Settings):
     linear: which linears the ``linear`` kernel serves, whose rows do not depend on the row count:
         "auto" those that would make the reference bucket unsound, "always" all (every bucket is
         canonical then), "never" none.
+    prepack: "auto": on a CPU weights that are used often are copied in oneDNN's own layout while
+        requests run, as far as a quarter of the free memory holds them; "never". Changes no bit of
+        a deterministic request.
     overlap: draw up and launch the next pass while the device runs one, where it does not depend on
         its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
     cuda_graphs: capture passes that come again as graphs, one for each shape; only where the device
@@ -97,6 +101,7 @@ class EngineConfig(Settings):
     prefix_cache: bool = setting(True, switch())
     cuda_graphs: bool | None = setting(None, switch(", or None"))
     linear: str = setting("auto", one_of(LINEAR))
+    prepack: str = setting("auto", one_of(PREPACK))
     overlap: bool | None = setting(None, switch(", or None"))
     thinking_window: int | None = setting(8, integers(1))
 

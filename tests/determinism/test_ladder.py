@@ -23,7 +23,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
 CONFIG = EngineConfig(reference_rows=8, max_rows=16)
-SIZES = [2, 4, 8, 16]
+SIZES = [2, 4, 8, 12, 16]
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
 pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
 
@@ -128,37 +128,39 @@ def test_what_a_first_token_waits_for(monkeypatch):
         assert {*rows} == {reference} and len(rows) < 12
 
 
-def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
-    """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16; one that takes long
-    waits for a request that has run for long, and the log says so once."""
-    monkeypatch.setattr(ladder, "proof_seconds", lambda results, *_: 10 * results.buckets[0].proof)
+def test_a_proof_waits_until_it_is_repaid(monkeypatch):
+    """10 rows cost 2 in a pass of 32, which is canonical, and 1.5 in one of 16. A bucket whose
+    proof failed is not tried again."""
+    monkeypatch.setattr(ladder, "proof_seconds", lambda results, *_: results.buckets[-1].proof)
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
     buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
 
-    def first_proof(seconds, rows, most=10_000):
+    def first_proof(rows, seconds=2.0, most=1000, failed=()):
         """The pass after which a bucket is proven, and which."""
-        ladder = Ladder(buckets, CONFIG)
+        known = Ladder(buckets)
+        known.failed.update(failed)
         results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=seconds),))
         for number in range(1, most):
-            buckets.wanted = rows, 0
-            if (found := ladder.next(results, 1.0, 0.9)) is not None:
+            buckets.window(rows, 0, 0, 0.9)
+            if (found := known.next(results, 0.9)) is not None:
                 return number, found
         return None
 
-    near = ladder.EVERY + 1
-    assert first_proof(0.1, 10) == (pytest.approx(1 / 0.5, abs=near), 16)
-    assert first_proof(0.1, 32, most=100) is None
-    with caplog.at_level(logging.INFO, "tinyspec"):
-        assert first_proof(1.0, 10) == (pytest.approx(10 * ladder.PATIENCE, abs=near), 16)
-    (line,) = caplog.messages
-    assert "16 rows" in line and "warm_up" in line
+    near = ladder.EVERY
+    for seconds in (2.0, 20.0):
+        assert first_proof(10, seconds) == (pytest.approx(seconds / 0.5, abs=near), 16)
+    assert first_proof(3) == (pytest.approx(2.0 / 0.875, abs=near), 4)
+    assert first_proof(32) is None and first_proof(10, failed=[16]) is None
 
 
 def test_what_a_proof_takes_is_told_by_passes_and_other_proofs():
-    """Not by the reference's own, which also finds what others go by: none was ever repaid."""
+    """The first one takes a second look at the reference, too; by its own proof, which also finds
+    what others go by, none was ever repaid."""
     buckets = Buckets(64, 32, (16, 32, 64))
     buckets.learn([32], {16: 1.0, 32: 2.0, 64: 4.0})
     results = ProbeResults(32, (BucketResult(32, True, (), 2.0, proof=1000.0),))
+    assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES + 1000
+    results = replace(results, confirmed=True)
     assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES
     results = results.with_bucket(BucketResult(16, True, (), 1.0, proof=PROOF_PASSES + 7.0))
     assert proof_seconds(results, buckets, 64) == 4 * PROOF_PASSES + 7

@@ -115,9 +115,9 @@ def test_a_file_of_another_user(file, caplog, monkeypatch):
 def test_tiles():
     """A linear's are the largest bucket in which it ran whole, of which the pass is a multiple."""
     cut = {8: {}, 12: {}, 16: {}, 24: {"a": 8}, 32: {"a": 16}, 64: {"a": 16, "b": 32}}
-    buckets = (BucketResult(n, n != 12, (), 0.1, tuple(own), own) for n, own in cut.items())
+    buckets = (BucketResult(n, n != 12, (), 0.1, own, n > 16) for n, own in cut.items())
     found = ProbeResults(8, tuple(buckets))
     assert found.tiles == {"a": {24: 8, 32: 16, 64: 16}, "b": {64: 32}}
-    assert found.own_way == [24, 32, 64]
+    assert found.copied == [24, 32, 64]
     expected = {(16, "a"): 8, (24, "a"): 8, (48, "a"): 16, (48, "b"): 24, (64, "b"): 32}
     assert {key: found.tile_of(key[1], key[0]) for key in expected} == expected

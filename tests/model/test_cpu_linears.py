@@ -1,8 +1,12 @@
-"""Stand-ins for linears: right, shared, and gone without a trace. Passes that need not be canonical
-run some by torch's default: no bit shows it (``quick``: that way splits its sum elsewhere, whatever
-the CPU). And linears in tiles of rows: buckets whose plain linears have other bits are canonical
-all the same (``breaks_above``: torch's linear splits its sum elsewhere in passes of more than 16
-rows, as some matrix libraries do). Sums in fp64, so that nothing else decides the bits."""
+"""Linears on a CPU: right, one operator whatever the pass, shared, and gone without a trace; what
+plain passes run otherwise for few rows shows in no deterministic bit. And linears in tiles of rows,
+or transposed: buckets whose plain linears have other bits are canonical all the same.
+
+Emulated, with sums in fp64, so that nothing else decides the bits. ``quick``: torch's default
+splits its sums elsewhere than oneDNN does, and is faster for few rows. ``tiles_of_16``: oneDNN's
+product in 16 bits, whose rows agree up to 16 of them, as with AMX up to 32; transposed, those of
+narrow linears agree throughout. ``breaks_above``: torch's linear splits its sum elsewhere in passes
+of more than 16 rows, as some matrix libraries do."""
 
 import random
 from dataclasses import replace
@@ -10,157 +14,173 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.budget import first
-from tests.support.cases import drain, engine_of, greedy, one_by_one
+from tests.support.cases import drain
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears, two_sums
-from tests.support.tiny import config_of, prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.determinism.rows import agree, probe_pool
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
-from tinyspec.model.cpu_linears import (
-    MKL_ROWS,
-    REORDERED_ELEMENTS,
-    TRANSPOSED_ROWS,
-    CpuLinear,
-    OneDnnLinear,
-    TransposedLinear,
-    cpu_has,
-)
-from tinyspec.model.linears import RowTiles, kernel_stand_ins
+from tinyspec.model import one_dnn
+from tinyspec.model.cpu_linears import FEW_ROWS, LEAST_ROWS, SMALL_ELEMENTS, CpuLinear
+from tinyspec.model.linears import TRANSPOSED, RowTiles, kernel_stand_ins
+from tinyspec.model.one_dnn import serves
 from tinyspec.model.shadow import standing_in
 
-# Which linear, and the row counts that are quicker by torch's default.
-KINDS = {
-    torch.float32: (OneDnnLinear, range(1, MKL_ROWS + 1)),
-    torch.bfloat16: (TransposedLinear, range(TRANSPOSED_ROWS + 1, 1 << 20)),
-}
-both = pytest.mark.parametrize("dtype", KINDS, ids=str)
+FEW = max(FEW_ROWS)
+CONFIG = EngineConfig(reference_rows=16, max_rows=32)
+# Inputs and outputs: small ones and others, and sums of several blocks.
+SIZES = {"small": (96, 40), "deep": (2048, 24), "LoRA": (512, 8), "large": (1408, 512)}
+SERVED = [dtype for dtype in one_dnn.DTYPES if serves(dtype)]
+
+
+def stand_in(size, dtype=torch.float32, bias=False, **context):
+    inputs, outputs = SIZES.get(size, size)
+    context = SimpleNamespace(**{"canonical": None, "prepacked": None, **context})
+    own = nn.Linear(inputs, outputs, bias, dtype=dtype)
+    return own, standing_in(own, CpuLinear, tinyspec_context=context)
+
+
+def run(engine, requests):
+    outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+    return [bits(output) for output in outputs]
+
+
+def alone(model, config):
+    """The bits of needles by the reference bucket alone."""
+    with Engine(model, config=replace(config, verify="always")) as engine:
+        found = [solo(engine, needle) for needle in needles()[::2]]
+    assert all(output.completions[0].token_ids for output in found)
+    return list(map(bits, found))
+
+
+def emulate(monkeypatch, operator):
+    """Another operator in the place of oneDNN's."""
+    for module in (linears, one_dnn):
+        monkeypatch.setattr(module, "one_dnn", operator)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", SERVED, ids=str)
+def test_products(dtype, size, bias):
+    """The same as the linear's, as near as the dtype can tell, and laid out alike."""
+    own, served = stand_in(size, dtype, bias)
+    for shape in ((), (1,), (1, 1), (1, 7), (2, 3), (1, 77)):
+        x = torch.randn((*shape, own.in_features), dtype=dtype)
+        with torch.no_grad():
+            exact = own.double()(x.double())
+            own.to(dtype)
+            found = [served(x), served.transposed(x)]
+        for each in found:
+            assert each.shape == exact.shape and each.is_contiguous() and each.dtype == dtype
+            most = 2**-7 if dtype == torch.bfloat16 else 2**-19
+            assert (each.double() - exact).norm() <= most * exact.norm()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.skipif(torch.float32 not in SERVED, reason="torch's default serves fp32 here")
+def test_rows_agree(size, threads, two_threads):
+    """In fp32 from 2 rows on, on inputs whose sums cancel; small weights' at one row as well.
+    Control: torch's default at few rows, which plain passes run."""
+    torch.set_num_threads(threads)
+    own, served = stand_in(size)
+    pool = probe_pool(own.in_features, torch.float32, "cpu", own.weight)
+    small = own.weight.numel() < SMALL_ELEMENTS
+    with torch.inference_mode():
+        for rows in (*([1] if small else []), 2, 3, 5, 8, 12, 15, 16, 17, 24, 64, 96, 128, 512):
+            assert agree(served, [pool], rows, 32), rows
+        assert not all(agree(own, [pool], rows, 32) for rows in (1, 2, 3))
+
+
+def test_plain_passes_run_torch_s_default_for_few_rows(monkeypatch):
+    """In fp32, and of small weights' own rows, which canonical passes fill up."""
+    monkeypatch.setattr(linears, "few_rows", lambda threads: 4)
+    calls = []
+
+    def default(x, weight, bias):
+        calls.append(x.shape[:-1].numel())
+        return x @ weight.T
+
+    monkeypatch.setattr(linears, "F", SimpleNamespace(linear=default, pad=F.pad))
+    found = {}
+    for size in ("small", "large"):
+        for canonical in (True, False, None):
+            _, served = stand_in(size, canonical=canonical)
+            for rows in (1, 4, 5, 20):
+                with torch.inference_mode():
+                    served(torch.randn(1, rows, served.in_features))
+                found[size, canonical, rows] = [*calls]
+                assert served.differs_in_plain_passes(rows) == (
+                    rows < LEAST_ROWS if size == "small" else rows <= 4
+                )
+                calls.clear()
+    for canonical in (True, None):
+        assert [found["small", canonical, n] for n in (1, 4, 5, 20)] == [[16], [16], [16], [20]]
+        assert not any(found["large", canonical, n] for n in (1, 4, 5, 20))
+    assert [found["small", False, n] for n in (1, 4, 5, 20)] == [[1], [4], [5], [20]]
+    assert [found["large", False, n] for n in (1, 4, 5, 20)] == [[1], [4], [], []]
+
+
+@pytest.mark.skipif(torch.float32 not in SERVED, reason="torch's default serves fp32 here")
+def test_how_few_rows_is_measured(monkeypatch):
+    """Up to where torch's default takes less time, on this machine."""
+
+    def slow(*given, most=0):
+        for _ in range(1 + 50 * (len(given[0]) > most)):
+            out = given[0] @ given[1].T
+        return out
+
+    assert linears.few_rows.__wrapped__(1) in (0, *FEW_ROWS)
+    monkeypatch.setattr(linears, "prepacked", lambda weight: weight)
+    monkeypatch.setattr(linears, "one_dnn", lambda x, weight: [slow(x, weight) for _ in range(9)])
+    for most, rows in ((8, 8), (2, 2)):
+        fast = SimpleNamespace(linear=lambda x, weight, most=most: slow(x, weight, most=most))
+        monkeypatch.setattr(linears, "F", fast)
+        if most == 2:
+            monkeypatch.setattr(linears, "one_dnn", lambda x, w: [slow(x, w, most=9) for _ in "ab"])
+        assert linears.few_rows.__wrapped__(1) == rows
 
 
 @pytest.fixture
 def quick(monkeypatch, no_results_on_disk):
     calls = []
 
-    def split(linear, x):
+    def split(x, weight, bias):
         calls.append(x.shape[:-1].numel())
-        return two_sums(x, linear.weight, linear.bias, linear.weight.shape[1] // 2)
+        return two_sums(x, weight, bias, weight.shape[1] // 2)
 
-    monkeypatch.setattr(CpuLinear, "default", split)
-    monkeypatch.setattr(linears, "works", lambda: True)
-    monkeypatch.setattr(linears, "cpu_has", lambda name: True)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(linears, "F", SimpleNamespace(linear=split, pad=F.pad))
+    monkeypatch.setattr(linears, "serves", lambda dtype: dtype == torch.float32)
+    emulate(monkeypatch, lambda x, w, bias=None: two_sums(x, w, bias, w.shape[1] // 3))
     monkeypatch.setattr(linears, "SMALL_ELEMENTS", 0)
-    monkeypatch.setattr(linears, "TRANSPOSED_ELEMENTS", 1)
+    monkeypatch.setattr(linears, "few_rows", lambda threads: FEW)
     return calls
 
 
-PRODUCTS = {
-    "transposed": (TransposedLinear, "product", torch.bfloat16, 2**-7),
-    "oneDNN": (OneDnnLinear, "product", torch.float32, 2**-20),
-    "oneDNN, swapped": (OneDnnLinear, "product_swapped", torch.float32, 2**-20),
-}
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("kind", "name", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
-def test_products(kind, name, dtype, most, bias):
-    """The same as the linear's, as near as the dtype can tell, and laid out alike."""
-    own = nn.Linear(96, 40, bias, dtype=dtype)
-    product = getattr(standing_in(own, kind), name)
-    for shape in ((96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96), (1, 77, 96)):
-        x = torch.randn(shape, dtype=dtype)
-        with torch.no_grad():
-            found, exact = product(x), own.double()(x.double())
-            own.to(dtype)
-        assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
-        assert (found.double() - exact).norm() <= most * exact.norm()
-
-
-def test_swapped_products_keep_bits_or_are_fast_modes_own(monkeypatch, no_results_on_disk):
-    """Either way deterministic requests have the same bits. With them canonical passes are as fast
-    passes are, if this machine's product allows it."""
-    monkeypatch.setattr(linears, "_mkl_rows", lambda elements: 0)
-    monkeypatch.setattr(linears, "SMALL_ELEMENTS", 0)
-    monkeypatch.setattr(linears, "cpu_has", lambda name: name == "avx2")
-    found, whole = [], linears.swapping_keeps_bits
-    for keeps in (False, whole(torch.get_num_threads())):
-        monkeypatch.setattr(linears, "swapping_keeps_bits", lambda threads, keeps=keeps: keeps)
-        with Engine(tiny(), config=EngineConfig(reference_rows=64, max_rows=64)) as engine:
-            results = engine.contract.probe(fresh=True)
-            requests = [*needles(), *crowd(random.Random(0), 8)]
-            found.append(run(engine, requests)[: len(needles())])
-            own = [fact.rows for fact in results.buckets if fact.canonical and fact.own_way]
-            narrow = [rows for rows in results.canonical if rows in linears.NARROW_COLUMNS]
-            assert own == ([] if keeps else narrow) and (narrow or keeps)
-    assert found[0] == found[1]
-
-
-def test_control_other_bits_swapped(monkeypatch):
-    """An operator that cuts its sum by its first operand."""
-
-    def split(a, b, bias=None):
-        return two_sums(a, b, bias, 1 + len(a) % 7)
-
-    monkeypatch.setattr(linears, "one_dnn", split)
-    assert not linears.swapping_keeps_bits.__wrapped__(1)
-    monkeypatch.setattr(linears, "one_dnn", lambda a, b, bias=None: two_sums(a, b, bias, 9))
-    assert linears.swapping_keeps_bits.__wrapped__(1)
-
-
-@both
-def test_buckets_are_canonical_on_demand(quick, dtype):
-    report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))
-    assert report
-    for fact in report.facts.buckets:
-        assert bool(fact.own_way) >= (fact.canonical and fact.rows in KINDS[dtype][1])
-        assert fact.canonical or fact.rows < 24
-
-
-@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
-def test_smallest_weights_run_by_mkl_in_fast_mode(monkeypatch, vendor):
-    """On every CPU, and are never swapped; larger ones on an Intel CPU alone."""
-    monkeypatch.setattr(linears, "cpu_has", lambda name: name in (vendor, "avx2", "avx512f"))
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(linears, "swapping_keeps_bits", lambda threads: True)
-    for outputs, small in ((8, True), (1024, False)):
-        own = nn.Linear(512, outputs)
-        rows = linears._mkl_rows(own.weight.numel())
-        linear = standing_in(own, OneDnnLinear, tinyspec_mkl_rows=rows)
-        by_mkl = linear.fast_product(4) == linear.default
-        assert by_mkl == (small or vendor == "GenuineIntel")
-        assert linear.faster_swapped(16) != small
-
-
-def test_small_weights_run_by_torch_in_fast_mode():
-    """In 16 bits, where the transposed product is slower, and at no row count in another way."""
-    for outputs, own in ((383, True), (1024, False)):
-        linear = standing_in(nn.Linear(128, outputs, dtype=torch.bfloat16), TransposedLinear)
-        found = [linear.fast_product(rows) for rows in (1, TRANSPOSED_ROWS)]
-        assert found == [linear.default if own else None] * 2
-
-
 @pytest.mark.crossed(3)
-@both
 @pytest.mark.parametrize("reference", [4, 16])
 @pytest.mark.parametrize("verify", first(1, ["auto", "padded"], 3))
-def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
-    model = tiny("llama", dtype)
-    config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
-    with Engine(model, config=replace(config, verify="always")) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
+def test_bits_are_those_of_the_reference_bucket(quick, verify, reference):
+    model = tiny()
+    config = EngineConfig(
+        reference_rows=reference, max_rows=32, max_sequences=24, verify=verify, prepack="never"
+    )
+    expected = alone(model, config)
     with Engine(model, config=config) as engine:
-        requests = [*needles()[::2], *crowd(random.Random(0), 8)]
         del quick[:]
-        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
-        assert [bits(output) for output in outputs][: len(alone)] == alone
+        requests = [*needles()[::2], *crowd(random.Random(0), 8)]
+        assert run(engine, requests)[: len(expected)] == expected
         for count in (2, 24):
             engine.generate(prompts(count), SamplingParams(max_new_tokens=9))
-        assert quick and all(rows in KINDS[dtype][1] for rows in quick)
+        assert quick and max(quick) <= FEW
 
 
 def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
@@ -169,7 +189,7 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
         SamplingParams(max_new_tokens=60),
         SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True),
     )
-    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
+    config = EngineConfig(reference_rows=16, max_rows=32, page_size=16, prepack="never")
     with Engine(tiny(), config=config) as engine:
         engine.contract.ensure()
         first = engine.generate([[5, 6, 7]], plain)[0]
@@ -187,49 +207,99 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)
 
 
-CONFIG = EngineConfig(reference_rows=16, max_rows=32)
-
-
 def served(model):
-    kinds = (OneDnnLinear, TransposedLinear, nn.Linear)
+    kinds = (CpuLinear, nn.Linear)
     found = (next((k for k in kinds if isinstance(m, k)), None) for m in model.modules())
     return [kind for kind in found if kind]
 
 
-def test_an_engine_serves_plain_linears_alone():
-    model = tiny()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_engine_serves_plain_linears_alone(dtype):
+    """Of a dtype that the operator takes on this machine; others have torch's default."""
+    model = tiny(dtype=dtype)
     before = served(model)
     weights = {id(p) for p in model.parameters()}
     with Engine(model) as engine:
-        assert set(served(engine.runner.model)) == {OneDnnLinear}
-        assert {id(p) for p in model.parameters()} == weights
+        assert set(served(engine.runner.model)) == {CpuLinear if serves(dtype) else nn.Linear}
+        assert {id(p) for p in engine.runner.model.parameters()} == weights
     assert served(model) == before
-    with Engine(tiny("llama", torch.bfloat16)) as engine:
-        assert set(served(engine.runner.model)) == {
-            TransposedLinear if cpu_has("amx_bf16") else nn.Linear
-        }
 
 
+def test_the_operator_is_tried(monkeypatch):
+    """What raises, or gives something else, serves nobody; nor do other processors."""
+    tried = serves.__wrapped__
+    for name, other in (
+        ("prepacked", lambda weight: weight.no_such_thing),
+        ("one_dnn", lambda x, weight: torch.zeros(2, 2)),
+    ):
+        with monkeypatch.context() as patches:
+            patches.setattr(one_dnn, name, other)
+            assert not tried(torch.float32)
+    for name in ("arm64", "aarch64", "ppc64le"):
+        monkeypatch.setattr(one_dnn.platform, "machine", lambda name=name: name)
+        assert not tried(torch.float32) and not tried(torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.float32 not in SERVED, reason="torch's default serves fp32 here")
 def test_without_the_operator_linears_stay(monkeypatch):
     """And the fingerprint says so, for the bits are others."""
     params = SamplingParams(max_new_tokens=5, deterministic=True)
     with Engine(tiny(), config=CONFIG) as engine:
         first = engine.generate(prompts(3), params)[0]
-    monkeypatch.setattr(linears, "works", lambda: False)
+    monkeypatch.setattr(linears, "serves", lambda dtype: False)
     with Engine(tiny(), config=CONFIG) as engine:
         assert set(served(engine.runner.model)) == {nn.Linear}
         assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
 
 
-@both
-def test_a_vocabulary_as_models_have(dtype, no_results_on_disk):
-    """In bf16 with AMX, oneDNN transposes the logits of so many tokens, in the proof as well."""
-    config = config_of("llama")
-    config.vocab_size = REORDERED_ELEMENTS // 16
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    requests = [(prompt, greedy(5)) for prompt in prompts(6)]
-    with engine_of(model, max_rows=64) as engine:
-        assert one_by_one(engine, requests) == run(engine, requests)
+@pytest.fixture
+def tiles_of_16(monkeypatch, no_results_on_disk):
+    calls = []
+
+    def split(x, weight, bias, rows):
+        return two_sums(x, weight, bias, weight.shape[1] // (2 if rows <= 16 else 3))
+
+    def operator(x, weight, bias=None):
+        return split(x, weight, bias, x.shape[:-1].numel())
+
+    def transposed(self, x):
+        rows = x.shape[:-1].numel()
+        calls.append((self.in_features, rows))
+        return split(x, self.weight, self.bias, rows if self.in_features > 64 else 1)
+
+    monkeypatch.setattr(linears, "serves", lambda dtype: dtype == torch.bfloat16)
+    emulate(monkeypatch, operator)
+    monkeypatch.setattr(CpuLinear, "transposed", transposed)
+    return calls
+
+
+@pytest.mark.parametrize("verify", first(2, ["auto", "padded"], 2))
+def test_larger_passes_run_transposed_or_in_tiles(tiles_of_16, verify):
+    """Each linear by what keeps its bits. Control: without both they are others."""
+    model, requests = tiny(dtype=torch.bfloat16), [*needles()[::2], *crowd(random.Random(0), 8)]
+    config = EngineConfig(
+        reference_rows=16, max_rows=64, max_sequences=24, verify=verify, prepack="never"
+    )
+    expected = alone(model, config)
+    with Engine(model, config=config) as engine:
+        engine.warm_up()
+        found = engine.contract.results
+        assert found.canonical == [2, 4, 8, 12, 16, 32, 48, 64]
+        kinds = found.tiles.items()
+        narrow = {name for name, rows in kinds if set(rows.values()) == {TRANSPOSED}}
+        tiled = {name for name, rows in kinds if set(rows.values()) == {16}}
+        assert narrow and tiled and narrow | tiled == set(found.tiles)
+        assert all(set(rows) == {32, 48, 64} for _, rows in kinds)
+        assert tiled == {"model.layers.0.mlp.down_proj"}, "of 192 inputs"
+        del tiles_of_16[:]
+        assert run(engine, requests)[: len(expected)] == expected
+        assert tiles_of_16 and {inputs for inputs, _ in tiles_of_16} == {64}
+        before = len(tiles_of_16)
+        engine.generate(prompts(24), SamplingParams(max_new_tokens=9))
+        assert len(tiles_of_16) == before, "plain passes run whole"
+        engine.release()
+        engine.served.tiles.unbind()
+        assert run(engine, requests)[: len(expected)] != expected
 
 
 def test_what_is_not_a_plain_linear_stays():
@@ -276,14 +346,9 @@ def breaks_above(monkeypatch, no_results_on_disk):
         return two_sums(x, weight, bias, weight.shape[1] // (2 if rows <= 16 else 3))
 
     monkeypatch.setattr(nn.functional, "linear", linear)
-    # Canonical passes go by it, whatever the CPU, and there is no other way for few rows.
-    monkeypatch.setattr(linears, "cpu_has", lambda name: False)
+    # Canonical passes go by it, whatever the CPU.
+    monkeypatch.setattr(linears, "serves", lambda dtype: False)
     return calls
-
-
-def run(engine, requests):
-    outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
-    return [bits(output) for output in outputs]
 
 
 @pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded"], 2))

@@ -28,7 +28,7 @@ from tests.support.loading import (
 from tests.support.tiny import config_of, tiny
 from tinyspec import Engine, UnsupportedModelError, doctor
 from tinyspec.kernels.launch import MAX_HEAD_DIM
-from tinyspec.model.cpu_linears import OneDnnLinear
+from tinyspec.model.cpu_linears import CpuLinear
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_tied_embeddings():
     assert model.lm_head.weight is table is model.model.embed_tokens.weight
     with Engine(model, config=CONFIG) as engine:
         head = engine.runner.model.lm_head
-        assert isinstance(head, OneDnnLinear) and head.weight is table
+        assert isinstance(head, CpuLinear) and head.weight is table
         assert engine.fingerprint == first
         with torch.no_grad():
             table.mul_(1.5)

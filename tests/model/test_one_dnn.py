@@ -12,60 +12,97 @@ from torch import nn
 from tests.support import zoo
 from tests.support.budget import first
 from tests.support.cases import HYBRIDS, bits_of, drain, engine_of, greedy, one_by_one, run
+from tests.support.drop_in import alone, ids_of, patched
 from tests.support.mixes import crowd, needles
 from tests.support.tiny import prompts, tiny
-from tinyspec import SamplingParams
+from tinyspec import EngineConfig, SamplingParams
 from tinyspec.model import cpu_linears
 from tinyspec.model import one_dnn as module
-from tinyspec.model.one_dnn import PREPACKED_ROWS, REPAID, PrepackedWeights, one_dnn, works
+from tinyspec.model.one_dnn import COPIED_ROWS, REPAID, PrepackedWeights, one_dnn, serves
 
-pytestmark = pytest.mark.skipif(not works(), reason="torch has no oneDNN here")
+pytestmark = pytest.mark.skipif(not serves(torch.float32), reason="torch has no oneDNN here")
 SIZES = (512, 512), (1408, 512), (512, 1408), (97, 2048)
+DTYPES = [dtype for dtype in module.DTYPES if serves(dtype)]
+ROWS = (*range(2, 35), 48, 64, 100, COPIED_ROWS)
 PLAIN = SamplingParams(max_new_tokens=24, logprobs=True, ignore_eos=True)
 
 
 @pytest.fixture
 def often(monkeypatch):
-    """Counts products by prepacked weights."""
-    monkeypatch.setattr(module, "PREPACKED_ELEMENTS", 0)
+    """Counts products by prepacked weights, by whether they have to be exact."""
+    monkeypatch.setattr(cpu_linears, "SMALL_ELEMENTS", 0)
     monkeypatch.setattr(module, "REPAID", 2)
-    monkeypatch.setattr(cpu_linears, "_mkl_rows", lambda elements: 0)
-    calls, own = [], PrepackedWeights.product
+    monkeypatch.setattr(cpu_linears, "few_rows", lambda threads: 0)
+    calls, whole, own = [], PrepackedWeights.product, one_dnn
 
-    def product(self, x, weight, bias):
-        out = own(self, x, weight, bias)
-        calls.extend([] if out is None else [x.shape])
-        return out
+    def product(self, x, weight, bias, exact):
+        def counted(x, weight, bias):
+            calls.extend([exact] if weight.is_mkldnn else [])
+            return own(x, weight, bias)
+
+        with monkeypatch.context() as patches:
+            patches.setattr(module, "one_dnn", counted)
+            return whole(self, x, weight, bias, exact)
 
     monkeypatch.setattr(PrepackedWeights, "product", product)
     return calls
 
 
-def prepacked(weight, rows=8, room=1 << 40):
-    """Weights of which this one has its copy."""
+def laid_out(weight, room=1 << 40):
+    """Weights of which this one has its copy, if there is room."""
     made = PrepackedWeights(lambda: room)
-    x = torch.randn(rows, weight.shape[1])
+    made.proven = ROWS
+    x = torch.randn(8, weight.shape[1], dtype=weight.dtype)
     with torch.inference_mode():
-        for _ in range(REPAID - 1):
-            assert made.product(x, weight, None) is None
-        assert torch.equal(made.product(x, weight, None), one_dnn(x, weight))
+        for _ in range(REPAID):
+            assert not copies(made)
+            assert torch.equal(made.product(x, weight, None, True), one_dnn(x, weight))
     return made
+
+
+def copies(made):
+    return [use.copy for use in made._uses.values() if use.copy is not None]
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_bits(size, bias):
-    """At every number of rows that it serves, and at no other."""
-    linear = nn.Linear(size[1], size[0], bias)
-    made = prepacked(linear.weight)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits(dtype, size, bias):
+    """At every number of rows. One row in fp32 is none that is proven: copies have other bits."""
+    linear = nn.Linear(size[1], size[0], bias, dtype=dtype)
+    made = laid_out(linear.weight)
+    assert len(copies(made)) == 1 and made.most_bytes == linear.weight.nbytes
     with torch.inference_mode():
-        for rows in (*PREPACKED_ROWS[:33], *PREPACKED_ROWS[33::5], PREPACKED_ROWS[-1]):
-            for x in torch.randn(2, 1, rows, size[1]):  # the first is compared
-                found = made.product(x, linear.weight, linear.bias)
-                assert torch.equal(found, one_dnn(x, linear.weight, linear.bias))
-        for rows in (1, PREPACKED_ROWS[-1] + 1):
-            assert made.product(torch.randn(rows, size[1]), linear.weight, linear.bias) is None
-    assert all(made._same.values())
+        for rows in ROWS:
+            x = torch.randn(1, rows, size[1], dtype=dtype)
+            own = one_dnn(x, linear.weight, linear.bias)
+            for exact in (True, False):
+                assert torch.equal(made.product(x, linear.weight, linear.bias, exact), own)
+            assert made.keeps_bits(x, linear.weight, linear.bias)
+        x = torch.randn(1, 1, size[1], dtype=dtype)
+        own = one_dnn(x, linear.weight, linear.bias)
+        assert torch.equal(made.product(x, linear.weight, linear.bias, True), own)
+
+
+def test_large_passes_have_no_copies():
+    weight = torch.randn(512, 512)
+    made, x = PrepackedWeights(lambda: 1 << 40), torch.randn(COPIED_ROWS + 1, 512)
+    for _ in range(2 * REPAID):
+        assert torch.equal(made.product(x, weight, None, False), one_dnn(x, weight))
+    assert not made._uses
+
+
+def test_exact_passes_use_copies_of_proven_row_counts_alone():
+    weight, x = torch.randn(512, 512), torch.randn(8, 512)
+    made = laid_out(weight)
+    (use,) = made._uses.values()
+    use.copy = module.prepacked(2 * weight)
+    with torch.inference_mode():
+        own, other = one_dnn(x, weight), one_dnn(x, 2 * weight)
+        for proven in (ROWS, ()):
+            made.proven = proven
+            assert torch.equal(made.product(x, weight, None, True), other if proven else own)
+            assert torch.equal(made.product(x, weight, None, False), other)
 
 
 def written(weight):
@@ -84,66 +121,74 @@ def moved(weight):
 def test_a_changed_weight_has_another_copy(change):
     """Control: what is written through ``.data`` is missed until it is told."""
     weight = nn.Parameter(torch.randn(512, 512))
-    made, x = prepacked(weight), torch.randn(8, 512)
+    made, x = laid_out(weight), torch.randn(8, 512)
     before = one_dnn(x, weight).detach()
     change(weight)
     with torch.inference_mode():
+        own = one_dnn(x, weight)
+        assert not torch.equal(own, before)
         if change is through_data:
-            assert torch.equal(made.product(x, weight, None), before)
+            assert torch.equal(made.product(x, weight, None, True), before)
             made.forget()
-        found = [made.product(x, weight, None) for _ in range(REPAID)]
-        assert found[:-1] == [None] * (REPAID - 1)
-        assert torch.equal(found[-1], one_dnn(x, weight)) and not torch.equal(found[-1], before)
+        for _ in range(2 * REPAID):
+            assert torch.equal(made.product(x, weight, None, True), own)
+        assert len(copies(made)) == 1
 
 
 def test_what_is_not_prepacked():
-    """Weights for which there is no room, that are small, or that count no writes."""
+    """Weights for which there is no room, or that count no writes: the products are the same."""
     with torch.inference_mode():
         countless = torch.randn(512, 512)
-    large, small = torch.randn(512, 512), torch.randn(256, 256)
-    for weight, room in ((countless, 1 << 40), (small, 1 << 40), (large, 4 * large.nbytes - 4)):
+    large, other = torch.randn(512, 512), torch.randn(512, 512)
+    x = torch.randn(8, 512)
+    for weight, room in ((countless, 1 << 40), (large, 4 * large.nbytes - 4)):
         made = PrepackedWeights(lambda room=room: room)
         with torch.inference_mode():
-            x = torch.randn(8, weight.shape[1])
-            assert [made.product(x, weight, None) for _ in range(2 * REPAID)] == [None] * 2 * REPAID
-    made = prepacked(large, room=4 * large.nbytes)
-    other = torch.randn(512, 512)  # the room is taken
-    with torch.inference_mode():
-        assert [made.product(x, other, None) for _ in range(2 * REPAID)] == [None] * 2 * REPAID
+            for _ in range(2 * REPAID):
+                assert torch.equal(made.product(x, weight, None, False), one_dnn(x, weight))
+        assert not copies(made) and made.most_bytes == 0
+        assert made.keeps_bits(x, weight, None) == (weight is countless)
+    made = laid_out(large, room=4 * large.nbytes)
+    with torch.inference_mode():  # the room is taken
+        for _ in range(2 * REPAID):
+            made.product(x, other, None, False)
+        assert len(copies(made)) == 1
         made.forget()
-        assert [made.product(x, other, None) for _ in range(REPAID)][-1] is not None
+        for _ in range(REPAID):
+            made.product(x, other, None, False)
+        assert len(copies(made)) == 1 and made.most_bytes == large.nbytes
 
 
-def test_other_bits_are_never_used(monkeypatch):
-    """Control: nor are equal ones of zeros taken for a proof."""
-    weight, x = torch.randn(512, 512), torch.randn(8, 512)
-    made, zeros = prepacked(weight), torch.zeros(512, 512)
-    monkeypatch.setattr(
-        module, "one_dnn", lambda a, b, bias=None: one_dnn(a, b, bias) + 1e-6 * b.is_mkldnn
-    )
-    with torch.inference_mode():
-        assert torch.equal(made.product(x[:4], weight, None), one_dnn(x[:4], weight))
-        assert made.product(x[:4], weight, None) is None
-        assert not torch.equal(made.product(x, weight, None), one_dnn(x, weight))
-        known = dict(made._same)
-        monkeypatch.setattr(module, "one_dnn", one_dnn)
-        found = [made.product(x[:2], zeros, None) for _ in range(2 * REPAID)]
-        assert found[-1].count_nonzero() == 0 and made._same == known
+def test_copies_of_other_bits_are_used_by_no_exact_pass(often, monkeypatch, no_results_on_disk):
+    """The proof compares one of every shape. Control: where they have the same bits, exact passes
+    use them."""
+    found, whole = [], module.prepacked
+    for name, copied in (("same", whole), ("other", lambda weight: whole(weight * (1 + 1e-6)))):
+        monkeypatch.setattr(module, "prepacked", copied)
+        with engine_of(tiny(), max_rows=64) as engine:
+            results = engine.contract.probe(fresh=True)
+            assert len(results.canonical) > 6
+            assert results.copied == (results.canonical if name == "same" else [])
+            del often[:]
+            found.append(bits_of(run(engine, [*needles()[::2], *crowd(random.Random(0), 8)])))
+            assert (True in often) == (name == "same") and False in often
+            assert engine.stats().prepacked_bytes > 0
+    assert found[0][: len(needles()[::2])] == found[1][: len(needles()[::2])]
 
 
 @pytest.mark.parametrize("kind", first(2, ["as is", *HYBRIDS], 2))
-def test_an_engine_has_the_bits_of_one_without(kind, often, monkeypatch):
+def test_an_engine_has_the_bits_of_one_without(kind, often):
     """Alone and in a crowd; and nothing is held when no request is left."""
     requests = [*needles()[::2], *crowd(random.Random(0), 8)]
     model = zoo.tiny(HYBRIDS[kind]) if kind in HYBRIDS else tiny()
     with engine_of(model, max_rows=64) as engine:
         found = bits_of(run(engine, requests))[: len(needles()[::2])]
-        assert often and not engine.runner.prepacked._uses
-        alone = one_by_one(engine, needles()[::2])
-        del often[:]
-        monkeypatch.setattr(module, "PREPACKED_ROWS", ())
-        without = one_by_one(engine, needles()[::2])
-    assert found == alone == without and not often
+        assert True in often and not engine.runner.prepacked._uses
+        own = one_by_one(engine, needles()[::2])
+    del often[:]
+    with engine_of(model, max_rows=64, prepack="never") as engine:
+        assert found == own == one_by_one(engine, needles()[::2])
+        assert not often and engine.stats().prepacked_bytes == 0
 
 
 @pytest.mark.parametrize("params", [PLAIN, greedy(24)], ids=["plain", "deterministic"])
@@ -161,18 +206,34 @@ def test_writes_through_data_between_calls(often, params):
             assert after == bits_of(other.generate(asked, params)) != before
 
 
-def test_writes_through_data_that_are_told(often, monkeypatch):
+def test_a_patched_model_says_what_transformers_does_after_such_a_write(often):
+    model, own, prompt = tiny(), tiny(), prompts(6)[-1]
+    config = EngineConfig(reference_rows=16, max_rows=32, prefix_cache=False)
+    said = []
+    with patched(model, config):
+        for factor in (1.0, -1.5):
+            for each in (model, own):
+                each.lm_head.weight.data.mul_(factor)
+                each.model.layers[0].mlp.up_proj.weight.data.mul_(factor)
+            del often[:]
+            out = model.generate(ids_of(prompt), max_new_tokens=20, do_sample=False)
+            said.append(out[0, len(prompt) :].tolist())
+            assert often
+            assert said[-1] == alone(own, prompt, max_new_tokens=20, do_sample=False)
+    assert said[0] != said[1]
+
+
+def test_writes_through_data_that_are_told(often):
     """While requests run. Control: untold, they are missed."""
     found = {}
     for way in ("told", "untold", "without"):
         model = tiny()
-        if way == "without":
-            monkeypatch.setattr(module, "PREPACKED_ROWS", ())
-        with engine_of(model, prefix_cache=False) as engine:
+        prepack = "never" if way == "without" else "auto"
+        with engine_of(model, prefix_cache=False, prepack=prepack) as engine:
             names = [engine.add_request(prompt, PLAIN) for prompt in prompts(5)]
             for _ in range(8):
                 engine.step()
-            assert bool(engine.runner.prepacked._uses) == (way != "without")
+            assert bool(copies(engine.runner.prepacked)) == (way != "without")
             model.lm_head.weight.data.neg_()
             if way != "untold":
                 engine.weights_changed()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.loading import CONFIG, greedy, load, refused, saved, serve
 from tests.support.tiny import tiny
 from tinyspec import Engine
-from tinyspec.model.cpu_linears import OneDnnLinear
+from tinyspec.model.cpu_linears import CpuLinear
 
 accelerate = pytest.importorskip("accelerate")
 hooks = pytest.importorskip("accelerate.hooks")
@@ -39,7 +39,7 @@ def test_hooks_that_only_move_tensors(tmp_path):
     assert calls
     with Engine(model, config=CONFIG):
         assert model.lm_head is linear
-        assert not any(isinstance(module, OneDnnLinear) for module in model.modules())
+        assert not any(isinstance(module, CpuLinear) for module in model.modules())
 
 
 def test_several_hooks_on_one_module():

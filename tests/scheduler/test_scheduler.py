@@ -69,8 +69,8 @@ class Simulation:
         share = 0.0 if self.config.verify == "always" else canonical
         found = {size for size in self.buckets.sizes if self.rng.random() < share}
         found.add(self.config.reference_rows)
-        self.own_way = {size for size in found if self.rng.random() < 0.3}
-        self.buckets.learn(found, {}, self.own_way)
+        self.apart = {size for size in found if self.rng.random() < 0.3}
+        self.buckets.learn(found, {}, self.apart)
         self.pool = PagePool(num_pages, page_size)
         self.admission = Logged(self.config, self.pool)
         self.scheduler = Scheduler(self.config, self.admission, self.buckets)
@@ -362,7 +362,7 @@ def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
                 assert len(s.tokens) == before[id(s)] + 1
     if verify == "always" or (verify, canonical) == ("auto", 0.0):
         assert verifies > 0
-    elif verify == "padded" or (canonical == 1.0 and not simulation.own_way):
+    elif verify == "padded" or (canonical == 1.0 and not simulation.apart):
         assert verifies == 0
 
 

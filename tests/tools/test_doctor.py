@@ -28,8 +28,8 @@ from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doc
 from tinyspec.cli.main import main
 
 REFERENCE = 8
-SIZES = [2, 4, 8, 16, 20]
-DRAFTS = ["draft and verify"] * 2
+SIZES = [2, 4, 8, 12, 16, 20]
+DRAFTS = ["draft and verify"] * 3
 CONFIG = EngineConfig(reference_rows=REFERENCE, max_rows=20)
 pytestmark = pytest.mark.usefixtures("home")
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
@@ -90,7 +90,7 @@ def test_shape_sensitive_linears(verify):
         assert names >= {"q_proj", "down_proj", "lm_head"} or (canonical and not names)
         assert canonical or "q_proj," in row
     assert float(rows[2][2]) == pytest.approx(report.facts.buckets[2].seconds * 1e3, abs=0.01)
-    assert "1 of 5 buckets are canonical" in str(report) and report.fingerprint in str(report)
+    assert "1 of 6 buckets are canonical" in str(report) and report.fingerprint in str(report)
 
 
 LAYER = "model.layers.1"

@@ -78,7 +78,7 @@ class Contract:
         """The model that the runner serves from now on: nothing is known of it."""
         self._served, self._model, self._extra = served, served.model, extra
         self.modes = LinearModes(self._runner)
-        self._ladder = Ladder(self.buckets, self._config)
+        self._ladder = Ladder(self.buckets)
         self._runner.graphs.runs_user_code = runs_user_code(served.root)
         served.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
         self._layouts = layouts(self._model)
@@ -262,19 +262,16 @@ class Contract:
         results = self.prove(fresh)
         return results if results.unsound else self.prove_more(self.buckets.sizes, attention_rows)
 
-    def prove_repaid(
-        self, seconds: float, accepted: float, meanwhile: Meanwhile | None = None
-    ) -> bool:
-        """After a pass of so many seconds with deterministic requests: prove a further bucket, if
-        that is worth its time. False where the reference bucket turns out unsound: ``ensure``
-        raises from then on. accepted: chance that a draft is. meanwhile: as of
-        ``Proving.pausing``."""
+    def prove_repaid(self, accepted: float, meanwhile: Meanwhile | None = None) -> bool:
+        """After a pass with deterministic requests: prove a further bucket, if that is worth its
+        time. False where the reference bucket turns out unsound: ``ensure`` raises from then on.
+        accepted: chance that a draft is. meanwhile: as of ``Proving.pausing``."""
         results, ladder = self.results, self._ladder
         if results is None or results.unsound or self._config.verify == "always":
             return True
         if self.proving.under_way:  # by another call
             return True
-        rows = ladder.next(results, seconds, accepted)
+        rows = ladder.next(results, accepted)
         if rows is None or self.changed():  # that is looked at before the next pass
             return True
         try:
@@ -348,7 +345,9 @@ class Contract:
             canonical = [results.reference] if always else results.canonical
             # A proof's passes are no graphs: where passes are, theirs take a host's time to launch.
             seconds = {} if self._config.cuda_graphs else results.seconds
-            self.buckets.learn(canonical, seconds, results.own_way)
+            self.buckets.learn(canonical, seconds, self.modes.apart(self.buckets.sizes))
+        known = results is not None and not results.unsound
+        self._runner.prepacked.proven = frozenset(results.copied if results and known else ())
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""

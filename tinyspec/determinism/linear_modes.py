@@ -1,9 +1,12 @@
 """How the linears of one engine's model run so that results hold: by the linear kernel, or in tiles
-of rows. Knows modules, not what is proven of them."""
+of rows or transposed. Knows modules, not what is proven of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import Tensor
 
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
@@ -15,6 +18,7 @@ from tinyspec.model.linears import (
     linear_weight,
 )
 from tinyspec.model.moe import kernel_experts
+from tinyspec.model.one_dnn import COPIED_ROWS
 from tinyspec.runner.model_runner import ModelRunner
 
 # Bytes of which new tensors begin at a multiple, as far as libraries look at it.
@@ -41,7 +45,8 @@ class LinearModes:
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
     def tile(self, tiles: dict[str, dict[int, int]]) -> None:
-        """Run linears of these kinds in tiles of so many rows, by the rows of a canonical pass."""
+        """Run linears of these kinds in tiles of so many rows (or TRANSPOSED), by the rows of a
+        canonical pass."""
         if self._tiles == tiles:
             return
         self._tiles = tiles
@@ -51,6 +56,22 @@ class LinearModes:
             modules = map(model.get_submodule, kinds[name])
             self._served.tiles.bind(filter(is_plain, modules), heights)
         self._runner.drop_graphs(canonical=True)
+
+    def transposed(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """What a linear computes as weight times rows, if it can."""
+        module = self._served.model.get_submodule(name)
+        return module.transposed if isinstance(module, CpuLinear) else None
+
+    def with_copies(self, rows: int) -> list[str]:
+        """The first of each kind of linears that have such copies in passes of so many rows."""
+        kinds = distinct_linears(self._served.model).items() if rows <= COPIED_ROWS else ()
+        return [name for name, module in kinds if isinstance(module, CpuLinear)]
+
+    def copy_keeps_bits(self, name: str, x: Tensor) -> bool:
+        """Whether one of these has the same product of rows x [R, in] by a copy of its weight."""
+        module: Any = self._served.model.get_submodule(name)
+        keeps: bool = module.copy_keeps_bits(x, self._runner.prepacked)
+        return keeps
 
     def can_tile(self, name: str, rows: int) -> bool:
         """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory
@@ -66,17 +87,19 @@ class LinearModes:
         tiled = any(module is other for other in self._served.tiles.bound)
         return whole and (is_plain(module) or tiled)
 
-    def other_in_fast_mode(self, rows: int) -> tuple[str, ...]:
-        """The linears, and one expert for all, that fast mode runs another way in passes of so many
-        rows."""
-        model, experts = self._served.model, kernel_experts(self._served.model)
-        own = [name for name, module in experts.items() if rows > module.tinyspec_rows]
-        linears = (
-            name
-            for name, module in distinct_linears(model).items()
-            if isinstance(module, CpuLinear) and module.fast_product(rows) is not None
-        )
-        return (*own[:1], *linears)
+    def apart(self, sizes: Iterable[int]) -> list[int]:
+        """Those of ``sizes`` whose canonical passes run another way than plain ones: some linears,
+        or experts."""
+        model, tiled = self._served.model, {n for held in self._tiles.values() for n in held}
+        most = [module.tinyspec_rows for module in kernel_experts(model).values()]
+        linears = [m for m in distinct_linears(model).values() if isinstance(m, CpuLinear)]
+        return [
+            rows
+            for rows in sizes
+            if rows in tiled
+            or any(rows > each for each in most)
+            or any(linear.differs_in_plain_passes(rows) for linear in linears)
+        ]
 
     def restore(self) -> None:
         """Every linear as it was when the engine was made."""

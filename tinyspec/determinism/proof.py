@@ -23,6 +23,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tinyspec.determinism.attention_probe import (
@@ -44,16 +45,11 @@ from tinyspec.determinism.recorder import (
     token_sets,
 )
 from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
-from tinyspec.determinism.rows import (
-    agree,
-    keeps_places,
-    probe_pool,
-    sensitive_pool,
-)
+from tinyspec.determinism.rows import agree, keeps_places, probe_pool, sensitive_pool
 from tinyspec.errors import DeterminismError
 from tinyspec.interrupts import flush
 from tinyspec.model.fused_layer import fused_functions
-from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
+from tinyspec.model.linears import TRANSPOSED, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
 from tinyspec.runner.kv_cache import refuse_shortage
@@ -170,13 +166,26 @@ class Prober:
             pools[0][::2] *= SMALL
         return keeps_places(of_rows, pools, self.reference)
 
-    def agrees(self, name: str, rows: int) -> bool:
-        """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
+    def agrees(self, name: str, rows: int, transposed: bool = False) -> bool:
+        """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows;
+        there ``transposed``, which only some linears can be."""
         self.pause()
         if name not in self._known:  # of another bucket
             self._known[name] = self._function(name)
         users, of_rows, pools = self._known[name]
-        return users or agree(of_rows, pools, rows, self.reference)
+        other = self.modes.transposed(name) if transposed else of_rows
+        return users or (other is not None and agree(of_rows, pools, rows, self.reference, other))
+
+    def copies_agree(self, rows: int) -> bool:
+        """Whether prepacked weights have the bits of the weights themselves in passes of so many
+        rows."""
+        for name in (names := self.modes.with_copies(rows)):
+            self.pause()
+            *_, (pool, *_) = self._known.get(name) or self._function(name)
+            x = pool[torch.arange(rows) % (len(pool) - 1)]
+            if not self.modes.copy_keeps_bits(name, x):
+                return False
+        return bool(names)
 
     def _function(self, name: str) -> Function:
         """One of them, and pools of rows to probe it with."""
@@ -297,8 +306,9 @@ def prove_reference(
         unsound += unsound_attention(attention)
         unsound += prober.differs(rows, range(1, FIRST_PASSES + 1))
     took, seconds = prober.seconds, probe.took.get(rows, 0.0)
-    own_way = modes.other_in_fast_mode(rows)
-    bucket = BucketResult(rows, not unsound, (), seconds, own_way, proof=took)
+    bucket = BucketResult(
+        rows, not unsound, (), seconds, copies=prober.copies_agree(rows), proof=took
+    )
     kept = () if unsound else served
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
@@ -363,16 +373,21 @@ def unsound_attention(found: Iterable[ComparedRows]) -> list[Unsound]:
 def prove_bucket(prober: Prober, results: ProbeResults, rows: int) -> ProbeResults:
     """Whether bucket ``rows`` is canonical: its functions of rows, and then the model end to end.
 
-    A plain linear with other bits in a larger bucket runs in tiles there, of the largest bucket's
-    rows in which it has the reference's.
+    A plain linear with other bits in a larger bucket runs transposed there if it has the
+    reference's then, or else in tiles, of the largest bucket's rows in which it has them.
     """
     begun, modes = prober.seconds, prober.modes
-    differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
-    broken = [n for n in differing if n not in prober.linears or not modes.can_tile(n, rows)]
-    own_way = (*differing, *modes.other_in_fast_mode(rows))
+    names = (*prober.linears, *prober.ops)
+    differing = [name for name in names if not prober.agrees(name, rows)]
+    linears = [name for name in differing if name in prober.linears]
+    tiles = {n: TRANSPOSED for n in linears if prober.agrees(n, rows, transposed=True)}
+    for name in linears:
+        if name not in tiles and modes.can_tile(name, rows):
+            tiles[name] = results.tile_of(name, rows)
+    broken = [name for name in differing if name not in tiles]
+    copies = not broken and prober.copies_agree(rows)
+    found = BucketResult(rows, not broken, tuple(broken), 0.0, tiles, copies)
     if not broken:
-        tiles = {name: results.tile_of(name, rows) for name in differing}
-        found = BucketResult(rows, True, (), 0.0, own_way, tiles)
         modes.tile(results.with_bucket(found).tiles)
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))

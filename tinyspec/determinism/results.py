@@ -34,17 +34,17 @@ class BucketResult:
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
     the model end to end does. seconds: of the fastest canonical pass that was compared; 0 where
-    there was none. own_way: linears that a canonical pass runs in another way than fast mode does,
-    in tiles of rows for example. tiles: rows of these, by the first name of each kind of linears
-    that runs in tiles. proof: seconds that the bucket's own proof took.
+    there was none. tiles: rows of these, by the first name of each kind of linears that runs in
+    tiles, or TRANSPOSED. copies: whether prepacked weights had the bits of the weights themselves.
+    proof: seconds that the bucket's own proof took.
     """
 
     rows: int
     canonical: bool
     broken_by: tuple[str, ...]
     seconds: float
-    own_way: tuple[str, ...] = ()
     tiles: dict[str, int] = field(default_factory=dict)
+    copies: bool = False
     proof: float = 0.0
 
 
@@ -109,9 +109,9 @@ class ProbeResults:
         return {b.rows: b.seconds for b in self.buckets if b.canonical and b.seconds}
 
     @property
-    def own_way(self) -> list[int]:
-        """Canonical buckets whose canonical passes run another way than fast mode."""
-        return [b.rows for b in self.buckets if b.canonical and b.own_way]
+    def copied(self) -> list[int]:
+        """Canonical buckets in which prepacked weights have the bits of the weights themselves."""
+        return [b.rows for b in self.buckets if b.canonical and b.copies]
 
     @property
     def tiles(self) -> dict[str, dict[int, int]]:

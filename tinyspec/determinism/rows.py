@@ -151,11 +151,18 @@ def keeps_places(fn: RowFunction, pools: list[Tensor], rows: int) -> bool:
     return all(needles is not None for needles in found)
 
 
-def agree(fn: RowFunction, pools: list[Tensor], rows: int, reference: int) -> bool:
+def agree(
+    fn: RowFunction,
+    pools: list[Tensor],
+    rows: int,
+    reference: int,
+    other: RowFunction | None = None,
+) -> bool:
     """Fact 2: whether rows have the reference bucket's bits in every place of a pass of ``rows``
-    rows."""
+    rows, which ``other`` may compute in the place of ``fn``."""
     for pool in pools:
-        expected, found = (needles_of_bucket(fn, pool, 1, size) for size in (reference, rows))
+        ways = (fn, reference), (other or fn, rows)
+        expected, found = (needles_of_bucket(way, pool, 1, size) for way, size in ways)
         if expected is None or found is None or not same_bits(expected, found):
             return False
     return True

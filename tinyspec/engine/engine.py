@@ -93,7 +93,8 @@ class Engine:
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
         self.served = served = install(own, config, thinking, self.autocast)
-        buckets = Buckets(config.max_rows, config.reference_rows, ladder(config, device))
+        sizes = ladder(config, device)
+        buckets = Buckets(config.max_rows, config.reference_rows, sizes, one_list=device == "cpu")
         self.pool = pool = PagePool(1, config.page_size)
         self.admission = admission = Admission(config, pool)
         self._states = admission.checkpoints.count, admission.checkpoints.ring
@@ -185,6 +186,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""
+        self.core.stats.prepacked_bytes = self.runner.prepacked.most_bytes
         return self.core.stats
 
     @property

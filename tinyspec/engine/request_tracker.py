@@ -6,7 +6,6 @@ What a request has got so far is in its sequences. Knows no text and no tensor.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -237,7 +236,7 @@ class RequestTracker:
     def run_pass(self, meanwhile: Meanwhile | None = None) -> bool:
         """Run one pass, commit what it found, and forget the requests that it finished; whether
         there was one. Raises exits and interrupts of the caller's own code."""
-        core, begun = self._core, time.perf_counter()
+        core = self._core
         try:
             if not self._run_pass():
                 return False
@@ -247,10 +246,9 @@ class RequestTracker:
         finally:
             self._finish()
         self.driver.news += 1
-        if core.table.any("deterministic"):  # prove what makes them faster
-            seconds = time.perf_counter() - begun
-            if not self._contract.prove_repaid(seconds, core.scheduler.accepted(), meanwhile):
-                self._ensure()
+        asked = core.table.any("deterministic")
+        if asked and not self._contract.prove_repaid(core.scheduler.accepted(), meanwhile):
+            self._ensure()
         return True
 
     def _run_pass(self) -> bool:

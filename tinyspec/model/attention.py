@@ -85,6 +85,10 @@ TAKEN = (
 )
 
 
+class UnlikeAtLoad(RuntimeError):
+    """A pass called attention otherwise than the forward that was recorded."""
+
+
 Attend = Callable[..., tuple[Tensor, None]]
 
 
@@ -158,19 +162,19 @@ class AttentionContext:
         """Raise RuntimeError if the forward that ended made fewer attention calls than recorded at
         load, or left a rotation undone."""
         if self._calls != len(self.layers):
-            raise RuntimeError(
+            raise UnlikeAtLoad(
                 f"the model called attention {self._calls} times in a pass, {len(self.layers)} "
                 "times when it was loaded: which of its layers run must not depend on its rows"
             )
         convolutions = "short convolutions", self._convolutions, len(self.rows)
         for kind, ran, there in (convolutions, ("recurrent layers", self.scans, len(self.states))):
             if ran != there:
-                raise RuntimeError(
+                raise UnlikeAtLoad(
                     f"the model ran {ran} {kind} in a pass and has {there}: which of its layers "
                     "run must not depend on its rows"
                 )
         if self._pending is not None:
-            raise RuntimeError("a layer rotated q and k and then did not call attention")
+            raise UnlikeAtLoad("a layer rotated q and k and then did not call attention")
 
     def end(self) -> None:
         """The pass has ended or failed."""
@@ -216,7 +220,7 @@ class AttentionContext:
     def leave_rope(self, rope: PendingRope) -> None:
         """Leave the rotation of the next attention call's q and k to the KV write."""
         if self._pending is not None:
-            raise RuntimeError("a layer rotated q and k twice before it called attention")
+            raise UnlikeAtLoad("a layer rotated q and k twice before it called attention")
         self._pending = rope
 
     def take_rope(self, module: nn.Module, q: Tensor, k: Tensor) -> PendingRope | None:
@@ -229,7 +233,7 @@ class AttentionContext:
         rope, self._pending = self._pending, None
         own = rope.owner is vars(module).get("tinyspec_rope")
         if not own or (rope.owner.whole and not (q is rope.q and k is rope.k)):
-            raise RuntimeError(
+            raise UnlikeAtLoad(
                 f"{type(module).__name__} called attention with other q and k than were rotated "
                 "before, unlike when the model was loaded: this must not depend on its rows"
             )
@@ -240,7 +244,7 @@ class AttentionContext:
         recorded = self.layers[self._calls : self._calls + 1]
         if not recorded or recorded[0].module is not module:
             names = [layer.name for layer in self.layers if layer.module is module]
-            raise RuntimeError(
+            raise UnlikeAtLoad(
                 f"attention call {self._calls} of a pass came from "
                 f"{[*names, type(module).__name__][0]}, when the model was loaded from "
                 f"{recorded[0].name if recorded else 'no module'}: which of its layers run, and in "

@@ -9,6 +9,7 @@ name; what 64 rows do not show, ``AttentionContext`` checks in every pass.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyspec.errors import named
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import (
@@ -28,17 +30,20 @@ from tinyspec.model.attention import (
     ModuleCall,
     PendingRope,
     Reach,
+    UnlikeAtLoad,
     fused_attention,
 )
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import Autocast
-from tinyspec.model.trial import ROWS, described, kind_of, probe_rows, same_bits
+from tinyspec.model.trial import ROWS, described, kind_of, probe_rows, same_bits, tell
 from tinyspec.model.wrappers import own_forward, runs_class_forward
 
 # How transformers' modeling files call the function that rotates q and k.
 ROTATE = "apply_rotary_pos_emb"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
+# What stand-ins raise in modules that they do not fit.
+OF_OTHERS = TypeError, ValueError, UnlikeAtLoad
 
 
 def twice(x: Tensor) -> Tensor:
@@ -157,6 +162,7 @@ class Trial:
         self.context = AttentionContext(autocast)
         self.context.kernels = replace(backend.load("torch"), paged_attention=self._attend)
         self._reached: tuple[Any, ...] = ()
+        self._raised: list[Exception] = []
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, **scores: Any
@@ -191,17 +197,23 @@ class Trial:
         try:
             stand_in = make(self.call.module, self.context)
             found = self.run(stand_in)
-        except Exception:  # of whatever kind
+        except Exception as error:  # of whatever kind
+            self._raised.append(error)
             return None
         rope = vars(stand_in).get("tinyspec_rope")
         unused = isinstance(rope, DeferredRope) and not rope.left
         return None if unused else found
 
     def first_equal(self, makes: list[Make]) -> Make | None:
-        """The first stand-in with the bits of the module itself."""
+        """The first stand-in with the bits of the module itself; the log tells what was raised."""
         expected = self.attempt(_itself)
         equal = (make for make in makes if _same(self.attempt(make), expected))
-        return None if expected is None else next(equal, None)
+        found = None if expected is None else next(equal, None)
+        if found is None:
+            for error in self._raised:
+                if not isinstance(error, OF_OTHERS):
+                    tell(type(self.call.module).__name__, f"trying it raised {named(error)}")
+        return found
 
 
 def _contents(tables: list[dict[str, Any]]) -> list[list[tuple[str, int]]]:
@@ -280,6 +292,9 @@ def stand_ins(
             if makes:
                 with scratch_weights(module):
                     tried[key] = trial.first_equal(makes)
+            rotates = arguments[0].kwargs.get("position_embeddings") is not None
+            if tried[key] is None and rotates and rotate_of(module) is None:
+                tell(type(module).__name__, f"it does not rotate by {ROTATE}", logging.INFO)
         if (make := tried[key]) is not None:
             made[module] = make(module, context)
     return made

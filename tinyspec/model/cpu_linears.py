@@ -1,251 +1,133 @@
-"""Linear layers on a CPU: other operators than torch's default, on the model's own weights, and the
-heap that their results come from.
+"""Linear layers on a CPU: one operator for every pass, oneDNN's on prepacked weights.
 
-fp32: oneDNN's product, which is faster, for few rows by a prepacked weight, or with its operands
-swapped where the machine's has the same bits then. Where its operators are missing, layers stay as
-they are.
-bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
-hardly ever depend on how many there are, while torch's default splits its sums by that number.
+Its rows agree bit for bit from 2 rows on in fp32, and in bf16 at all row counts but with AMX, where
+those beyond 32 do not: there ``transposed`` may keep the bits, and else tiles of rows do. A weight
+that is not prepacked has the same bits, so memory decides none.
 
-Both define canonical bits: the fingerprint names the classes. In passes that are not canonical
-(*fast mode*) the fastest operator serves any row count: the same product with its operands swapped,
-whatever bits it has, or torch's default: in fp32 for few rows on an Intel CPU and for small weights
-(MKL), in bf16 for many rows and for small weights.
-
-What a pass frees, glibc's heap keeps for the next one (``keep_freed_memory``).
+Small weights in fp32, of which oneDNN's overhead is the larger part, run torch's default, in
+canonical passes of LEAST_ROWS or more. In plain passes they do at any number of rows, and so does
+every weight in fp32 for few rows, where that is faster (``few_rows``). What oneDNN does not serve
+here (fp16, machines without its instructions) stays as it is.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import product
 from tinyspec.model.linears import SharedLinear, is_plain
-from tinyspec.model.one_dnn import one_dnn, works
+from tinyspec.model.one_dnn import PrepackedWeights, one_dnn, prepacked, serves
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import without_modes
 
-# From malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
-# the top of the heap is twice that, too.
-MMAP_BYTES = 32 << 20
-
-
-def keep_freed_memory() -> bool:
-    """Serve blocks below 32 MB from the heap and keep up to 64 MB of it (of each of malloc's, of
-    which threads share at most eight a core); whether glibc took that.
-
-    False without glibc (macOS, musl), where nothing changes.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    return mallopt is not None and bool(
-        mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and mallopt(M_TRIM_THRESHOLD, 2 * MMAP_BYTES)
-    )
-
-
-# Where MKL is faster on an Intel CPU: up to 12 rows of a weight of which each thread's share fits
-# in the cache of its core (2 MB), else up to 2. In a model of 43 linears, on one thread, 512 by 512
-# took MKL 44, 51, 64, 89 and 117 us at 1, 2, 4, 8 and 12 rows, oneDNN 68, 97, 120, 127 and 151; 512
-# by 1408 took MKL 117, 138, 225, 316 and 458, oneDNN 142, 227, 220, 250 and 274; alone and with two
-# threads MKL 52, 52, 72, 93 and 110, oneDNN 76, 105, 103, 118 and 125.
-MKL_ROWS, FEW_MKL_ROWS = 12, 2
-MKL_SHARE = 1 << 19
-# And on any where the weight is so small that what oneDNN does before each product takes longest:
-# alone on two threads 128 by 128 took MKL 8, 11 and 14 us at 8, 32 and 56 rows, oneDNN 28, 32 and
-# 34; 256 by 256 MKL 15, 28 and 40, oneDNN 39, 50 and 63; 896 by 128 MKL 29, 53 and 61, oneDNN 49,
-# 74 and 86. On an EPYC with AVX-512 512 by 8 took MKL 3, 8, 11 and 17 us at 1, 16, 32 and 64 rows,
-# oneDNN 16, 19, 21 and 24 (swapped 18, 23, 26 and 31), 256 by 256 MKL 29, 47, 66 and 98, oneDNN 29,
-# 62, 84 and 110, 896 by 128 both the same.
-SMALL_MKL_ROWS, SMALL_ELEMENTS = 64, 1 << 17
-# Where oneDNN is faster with the weight as its first operand, transposing the result included, as
-# its time is that of whole vectors of rows. In the same model 512 by 1408 took 250, 306, 321, 371
-# and 452 us at 8, 12, 16, 24 and 32 rows, swapped 252, 274, 286, 455 and 431; 1408 by 512 took 237,
-# 245, 278, 294, 434, 565 and 704 at 4, 8, 12, 16, 32, 48 and 64 rows, swapped 220, 219, 234, 239,
-# 329, 458 and 601: the deeper a linear, the less there is to transpose.
-VECTOR, DEEP = 16, 1024
-LEAST_COLUMNS, LEAST_COLUMNS_IF_DEEP = 9, 4
-MOST_COLUMNS, MOST_COLUMNS_IF_DEEP = 16, 64
-# On a CPU with AVX2 alone (an EPYC, two threads) 512 by 1536 took 515, 470, 443, 533, 699 and 730
-# us at 2, 4, 8, 16, 32 and 40 rows, swapped 576, 297, 307, 408, 552 and 753; 1536 by 512 took 300,
-# 376, 367, 462, 652 and 611, swapped 277, 306, 286, 310, 485 and 853.
-NARROW_COLUMNS = range(2, 33)
-# Inputs, outputs and rows of products that are compared with swapped ones, once a process, in 0.1
-# s: of several blocks of a sum, which have 256 to 512 inputs, and of a part of one.
-COMPARED_SIZES = (2048, 384), (640, 97), (64, 32), (24, 10)
-COMPARED_ROWS = 2, 4, 9, 16, 32
-# Where the transposed product is faster in bf16 with AMX, as torch's default packs the weight in
-# every call: 43 layers of 131,000 to 4 million took 2.7, 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16,
-# 24 rows, transposed 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model of them gained 13, 9, 8, 5 and 1 %.
-# Of fewer elements it is slower: 40 layers of 49,000 took 31 to 33 us each at 1 to 8 rows,
-# transposed 32 to 35; of 131,000 as long both ways.
-TRANSPOSED_ROWS, TRANSPOSED_ELEMENTS = 16, 1 << 17
-# From so many elements on oneDNN transposes a matrix faster: 1408 by 64, 512 by 512, 8192 by 64
-# and 1408 by 512 took torch 44, 123, 306 and 453 us, oneDNN 60, 100, 163 and 237.
-REORDERED_ELEMENTS = 1 << 18
+# In fp32: on one thread of an EPYC with AVX2 128 by 128 took torch's default 7, 13, 16 and 36 us at
+# 1, 8, 16 and 64 rows, oneDNN 34, 41, 44 and 62; 256 by 256 14, 31, 37 and 105, oneDNN 45, 52, 55
+# and 134; 512 by 8 5, 9, 10 and 15, oneDNN 24, 40, 36 and 33.
+SMALL_ELEMENTS = 1 << 17
+# From so many rows on all of torch's default agree. Fewer are filled up: 16 take less than 4 by
+# oneDNN, whose sums are others from 256 inputs on.
+LEAST_ROWS = 16
+# Row counts of plain passes at which torch's default may be faster, the most first: 43 linears on
+# two threads of a Xeon took it 2.3, 4.9 and 7.6 ms at 1, 4 and 8 rows, oneDNN 5.0, 5.8 and 8.3; of
+# an EPYC, where MKL is slower, 7.3, 17 and 23, oneDNN 14, 7 and 7.5.
+FEW_ROWS = (8, 4, 2, 1)
+TIMED, TIMES = (1024, 512), 9
 
 
 @cache
-def cpu_has(name: str) -> bool:
-    """Whether /proc/cpuinfo names this vendor or instruction set."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and name in info.read_text()
+def few_rows(threads: int) -> int:
+    """Rows up to which torch's default takes less time in fp32 than oneDNN does, on so many threads
+    of this machine; plain passes alone go by it, of whose bits nobody is told."""
+
+    def seconds(run: Callable[[], Tensor]) -> float:
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
+
+    with without_modes(), torch.inference_mode():
+        weight = torch.ones(TIMED, dtype=torch.float32, device="cpu")
+        copy = prepacked(weight)
+        for rows in FEW_ROWS:
+            x = weight[:rows].clone()
+            ways = (lambda x=x: F.linear(x, weight)), (lambda x=x: one_dnn(x, copy))
+            default, own = zip(*([seconds(way) for way in ways] for _ in range(TIMES)), strict=True)
+            if min(default) < min(own):
+                return rows
+    return 0
 
 
-def _mkl_rows(elements: int) -> int:
-    """Rows up to which MKL is faster for an fp32 weight."""
-    if not torch.backends.mkl.is_available():
-        return 0
-    if elements < SMALL_ELEMENTS:
-        return SMALL_MKL_ROWS
-    if not cpu_has("GenuineIntel"):
-        return 0
-    return MKL_ROWS if elements <= MKL_SHARE * torch.get_num_threads() else FEW_MKL_ROWS
+def is_small(weight: Tensor) -> bool:
+    """Whether torch's default multiplies by it."""
+    return weight.dtype == torch.float32 and weight.numel() < SMALL_ELEMENTS
+
+
+def few(rows: int, weight: Tensor) -> bool:
+    """Whether plain passes multiply so many rows by torch's default, whatever the size."""
+    may = rows <= FEW_ROWS[0] and weight.dtype == torch.float32
+    return may and rows <= few_rows(torch.get_num_threads())
 
 
 class CpuLinear(SharedLinear):
-    """An ``nn.Linear`` with another operator than torch's default."""
+    """An ``nn.Linear`` by oneDNN."""
 
     in_features: int
     out_features: int
     tinyspec_context: AttentionContext
-    tinyspec_mkl_rows = 0
+
+    def differs_in_plain_passes(self, rows: int) -> bool:
+        """Whether plain passes compute so many rows in another way than canonical ones."""
+        return rows < LEAST_ROWS if is_small(self.weight) else few(rows, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        fast = self.tinyspec_context.canonical is False
-        run = self.fast_product(x.numel() // self.in_features) if fast else None
-        return product(self.in_pass, x, self.weight, self.bias) if run is None else run(x)
+        context, weight, bias = self.tinyspec_context, self.weight, self.bias
+        exact = context.canonical is not False
+        if not exact and (is_small(weight) or few(x.numel() // self.in_features, weight)):
+            return F.linear(x, weight, bias)
+        copies = context.prepacked
+        return product(lambda x: self.product(x, copies, exact), x, weight, bias)
 
-    def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        """What fast mode computes in the place of ``product`` for so many rows, if another."""
-        raise NotImplementedError
+    def product(
+        self, x: Tensor, copies: PrepackedWeights | None = None, exact: bool = True
+    ) -> Tensor:
+        """x [..., in_features] -> [..., out_features]: what canonical passes compute, and plain
+        ones if not ``exact``; copies: of weights, if any."""
+        weight, bias = self.weight, self.bias
+        if is_small(weight):
+            rows = x.reshape(-1, self.in_features)
+            if (count := len(rows)) < LEAST_ROWS:
+                rows = F.pad(rows, (0, 0, 0, LEAST_ROWS - count))
+            out = F.linear(rows, weight, bias)
+            return out[:count].view(*x.shape[:-1], self.out_features)
+        if copies is None:
+            return one_dnn(x, weight, bias)
+        return copies.product(x, weight, bias, exact)
 
-    def product(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]: what every canonical pass computes."""
-        raise NotImplementedError
-
-    def in_pass(self, x: Tensor) -> Tensor:
-        """``product``, with its bits, by the fastest means of the running pass."""
-        return self.product(x)
-
-    def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """``product`` of the rows of x as [R, in], the bias added, in x's shape."""
-        out = product(x.reshape(-1, self.in_features))
+    def transposed(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features], as weight times rows."""
+        # ``contiguous`` transposes on one thread, ``cat`` on all.
+        out = torch.cat((torch.mm(self.weight, x.reshape(-1, self.in_features).t()).t(),))
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
-    def default(self, x: Tensor) -> Tensor:
-        """torch's default operator."""
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class OneDnnLinear(CpuLinear):
-    """fp32, by oneDNN: rows times weight, or weight times rows where that is faster and either the
-    bits are the same or no bits are asked for."""
-
-    def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        if rows <= self.tinyspec_mkl_rows:
-            return self.default
-        other = self.faster_swapped(rows) and not swapping_keeps_bits(torch.get_num_threads())
-        return self.product_swapped if other else None
-
-    def faster_swapped(self, rows: int) -> bool:
-        """Whether ``product_swapped`` is faster."""
-        if self.in_features * self.out_features < SMALL_ELEMENTS:
-            return False
-        if cpu_has("avx2") and not cpu_has("avx512f"):
-            return rows in NARROW_COLUMNS
-        deep = self.in_features >= DEEP
-        least = LEAST_COLUMNS_IF_DEEP if deep else LEAST_COLUMNS
-        most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
-        return least <= rows <= most and (rows <= VECTOR or rows % VECTOR == 0)
-
-    def in_pass(self, x: Tensor) -> Tensor:
-        prepacked = self.tinyspec_context.prepacked
-        out = None if prepacked is None else prepacked.product(x, self.weight, self.bias)
-        return self.product(x) if out is None else out
-
-    def product(self, x: Tensor) -> Tensor:
-        faster = self.faster_swapped(x.numel() // self.in_features)
-        if faster and swapping_keeps_bits(torch.get_num_threads()):
-            return self.product_swapped(x)
-        return one_dnn(x, self.weight, self.bias)
-
-    def product_swapped(self, x: Tensor) -> Tensor:
-        """As oneDNN's product of rows and weight, with its operands swapped."""
-        # ``contiguous`` transposes on one thread, ``cat`` on all: 8192 by 16 in 164 and 91 us on
-        # an EPYC's two, 512 by 16 in 14 both.
-        return self._with_bias(x, lambda rows: torch.cat((one_dnn(self.weight, rows).t(),)))
-
-
-@cache
-def swapping_keeps_bits(threads: int) -> bool:
-    """Whether oneDNN's product has the same bits with its operands swapped, as far as some products
-    on so many threads show: then passes of all kinds take what is faster. Whether that holds for a
-    model's products its proof says."""
-    generator, dtype = torch.Generator().manual_seed(0), torch.float32
-
-    def same(inputs: int, outputs: int, rows: int) -> bool:
-        sizes = (rows, inputs), (outputs, inputs)
-        x, weight = (torch.randn(size, generator=generator, dtype=dtype) for size in sizes)
-        return torch.equal(one_dnn(x, weight), one_dnn(weight, x).t())
-
-    with without_modes(), torch.inference_mode():
-        return all(same(*size, rows) for size in COMPARED_SIZES for rows in COMPARED_ROWS)
-
-
-class TransposedLinear(CpuLinear):
-    """bf16, by the transposed product, weight times rows."""
-
-    def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
-        large = self.weight.numel() >= TRANSPOSED_ELEMENTS
-        return None if large and rows <= TRANSPOSED_ROWS else self.default
-
-    def product(self, x: Tensor) -> Tensor:
-        return self._with_bias(x, self._weight_first)
-
-    def _weight_first(self, rows: Tensor) -> Tensor:
-        """[R, in] -> [R, out] without the bias, contiguous, as some callers need."""
-        if len(rows) == 1:
-            return torch.mv(self.weight, rows[0])[None]
-        return _transpose(torch.mm(self.weight, rows.t()))
-
-
-def _transpose(x: Tensor) -> Tensor:
-    """[out, R] as [R, out], contiguous.
-
-    oneDNN also flushes subnormal numbers to zero, as its product has done already.
-    """
-    if x.numel() < REORDERED_ELEMENTS or not torch.backends.mkldnn.enabled:
-        return x.t().contiguous()
-    return x.to_mkldnn().transpose(0, 1).to_dense()
+    def copy_keeps_bits(self, x: Tensor, copies: PrepackedWeights) -> bool:
+        """Whether ``product`` of rows x [R, in_features] is the same by a copy of the weight."""
+        return is_small(self.weight) or copies.keeps_bits(x, self.weight, self.bias)
 
 
 def cpu_stand_ins(model: nn.Module, context: AttentionContext) -> dict[nn.Module, nn.Module]:
-    """By module, for every plain ``nn.Linear`` on a CPU whose dtype has one."""
-    kinds: dict[torch.dtype, type[CpuLinear]] = {}
-    if works():
-        kinds[torch.float32] = OneDnnLinear
-    if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
-        kinds[torch.bfloat16] = TransposedLinear
+    """By module, for every plain ``nn.Linear`` on a CPU of a dtype that oneDNN serves here."""
     return {
-        module: standing_in(
-            module,
-            kinds[module.weight.dtype],
-            tinyspec_context=context,
-            tinyspec_mkl_rows=_mkl_rows(module.weight.numel()),
-        )
+        module: standing_in(module, CpuLinear, tinyspec_context=context)
         for module in model.modules()
         if is_plain(module) and type(module) is nn.Linear
-        if module.weight.device.type == "cpu" and module.weight.dtype in kinds
+        if module.weight.device.type == "cpu" and serves(module.weight.dtype)
     }

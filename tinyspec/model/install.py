@@ -35,7 +35,7 @@ from tinyspec.model.linears import calls_interface, kernel_stand_ins
 from tinyspec.model.moe import expert_stand_ins
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
-from tinyspec.model.recurrent import recurrent_stand_ins
+from tinyspec.model.recurrent import NO_FUNCTIONS, recurrent_stand_ins
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.short_conv import conv_stand_ins
 from tinyspec.model.supported import (
@@ -49,6 +49,7 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import Autocast, TorchState, without_modes
+from tinyspec.model.trial import tell
 from tinyspec.model.wrappers import autocast_within, has_hooks, is_compiled
 
 
@@ -154,12 +155,14 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     with TorchState(model.device)(), served.autocast.on():
-        made, served.channels = conv_stand_ins(model, context)
-        recurrent, served.recurrent = recurrent_stand_ins(model, context)
-    if len(made) + len(recurrent) != (count := recurrent_layers(model)):
-        raise unsupported(
-            model, f"of its {count} layers with a state {len(made) + len(recurrent)} are known"
-        )
+        causes: list[str] = []
+        made, served.channels = conv_stand_ins(model, context, causes)
+        recurrent, served.recurrent = recurrent_stand_ins(model, context, causes)
+    if (known := len(made) + len(recurrent)) != (count := recurrent_layers(model)):
+        if not causes:
+            tell(type(model).__name__, NO_FUNCTIONS)
+        why = f"of its {count} layers with a state {known} are known"
+        raise unsupported(model, "; ".join([why, *causes]))
     # What these compute themselves.
     if (reason := swap_refusal(model, [each.get_submodule("conv") for each in made])) is not None:
         raise unsupported(model, reason)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tinyspec.errors import named
 from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_NORM
 from tinyspec.kernels.twins.layers import ACTIVATIONS
@@ -32,7 +32,16 @@ from tinyspec.model.fused_layer import (
 )
 from tinyspec.model.introspection import module_calls
 from tinyspec.model.shadow import shell
-from tinyspec.model.trial import SIZES, close, described, kind_of, own_kind, probe_rows, same_bits
+from tinyspec.model.trial import (
+    SIZES,
+    close,
+    described,
+    kind_of,
+    own_kind,
+    probe_rows,
+    same_bits,
+    tell,
+)
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
@@ -134,11 +143,12 @@ class LayerTrial:
     def _once(self, module: nn.Module, key: Hashable, find: Callable[[], Any]) -> Any:
         """What ``find`` returned for this kind; None where it raised."""
         if key not in self._tried:
-            self._tried[key] = None
-            with suppress(Exception):  # of whatever kind
+            self._tried[key], kind = None, type(module).__name__
+            try:
                 self._tried[key] = find()
+            except Exception as error:  # of whatever kind
+                tell(kind, f"trying fused kernels raised {named(error)}")
             if self._tried[key] is None:
-                kind = type(module).__name__
                 logger.info("%s keeps its own forward: fused kernels compute something else", kind)
         return self._tried[key]
 

@@ -157,15 +157,19 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
     return not (is_packed(module.weight) or has_hooks(module) or "forward" in vars(module))
 
 
+# In the place of the rows of a tile: as weight times rows, whole.
+TRANSPOSED = 0
+
+
 class RowTiles:
-    """The layers of one model, ``bound``, that run in tiles in canonical passes."""
+    """The layers of one model, ``bound``, that canonical passes run in tiles, or transposed."""
 
     def __init__(self, context: AttentionContext) -> None:
         self._context = context
         self.bound: list[nn.Module] = []
 
     def bind(self, modules: Iterable[nn.Module], heights: Mapping[int, int]) -> None:
-        """Run ``modules`` in tiles of so many rows, by the rows of the pass."""
+        """Run ``modules`` in tiles of so many rows (or TRANSPOSED), by the rows of the pass."""
         for module in modules:
             # On the instance: modules, parameters and their names stay what they are.
             vars(module)["forward"] = self._tiled(module, heights)
@@ -186,6 +190,9 @@ class RowTiles:
             height = heights.get(rows)
             if height is None or not self._context.canonical:
                 return forward(x)
+            if height == TRANSPOSED:
+                transposed: Tensor = module.transposed(x)
+                return transposed
             if x.numel() > rows * x.shape[-1]:
                 return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)
             # Cut as [R, in]: where the weight asks for no gradient, torch multiplies a part of

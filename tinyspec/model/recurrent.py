@@ -34,6 +34,7 @@ OTHERS = (
     *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
     *("mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"),
 )
+NO_FUNCTIONS = f"its layers with a state do not all call {CONV} and one of {DELTA} and {MAMBA2}"
 # Of the norms of queries and keys, in all libraries that have them.
 EPS = 1e-6
 # Elsewhere on a CPU bits of softplus may depend on the place of a number.
@@ -257,10 +258,12 @@ def _tried(width: int, context: AttentionContext, module: Any) -> RecurrentShape
 
 
 def recurrent_stand_ins(
-    model: PreTrainedModel, context: AttentionContext
+    model: PreTrainedModel, context: AttentionContext, causes: list[str]
 ) -> tuple[dict[nn.Module, nn.Module], list[RecurrentShape]]:
-    """The stand-ins of recurrent layers, in order of the modules, and their shapes."""
+    """The stand-ins of recurrent layers, in order of the modules, and their shapes; causes: as of
+    ``by_kind``."""
     width = model.config.get_text_config(decoder=True).hidden_size
-    found = by_kind(filter(_own_forward, model.modules()), partial(_tried, width, context))
+    known = list(filter(_own_forward, model.modules()))
+    found = by_kind(known, partial(_tried, width, context), causes)
     made = {module: _stand_in(module, _Calls(context)) for module, _ in found}
     return made, [shape for _, shape in found]

@@ -75,9 +75,10 @@ def stand_in_of(module: nn.Module, context: AttentionContext, number: int) -> nn
 
 
 def conv_stand_ins(
-    model: nn.Module, context: AttentionContext
+    model: nn.Module, context: AttentionContext, causes: list[str]
 ) -> tuple[dict[nn.Module, nn.Module], list[int]]:
-    """The stand-ins of short convolutions, in order of the modules, and their channels."""
-    found = by_kind(filter(_has_parts, model.modules()), partial(_tried, context))
+    """The stand-ins of short convolutions, in order of the modules, and their channels; causes: as
+    of ``by_kind``."""
+    found = by_kind(filter(_has_parts, model.modules()), partial(_tried, context), causes)
     made = {module: stand_in_of(module, context, n) for n, (module, _) in enumerate(found)}
     return made, [channels for _, channels in found]

@@ -6,15 +6,18 @@ modules; neither attention nor norms.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tinyspec.errors import named
 from tinyspec.model.scratch_weights import scratch_weights
 
+logger = logging.getLogger("tinyspec")
 T = TypeVar("T")
 ROWS = 64
 # Of so many sizes are the rows, one after the other.
@@ -65,18 +68,28 @@ def kind_of(module: nn.Module) -> Hashable:
     return tuple((name, own_kind(part)) for name, part in module.named_modules())
 
 
+@cache
+def tell(name: str, why: str, level: int = logging.WARNING) -> None:
+    """Log, once a process, why modules of a class run as they are."""
+    logger.log(level, "%s has no stand-in: %s", name, why)
+
+
 def by_kind(
-    modules: Iterable[nn.Module], find: Callable[[nn.Module], T | None]
+    modules: Iterable[nn.Module], find: Callable[[nn.Module], T | None], causes: list[str]
 ) -> list[tuple[nn.Module, T]]:
     """Of each module what ``find`` returns of the first of its kind with scratch weights; without
-    those of which that is None, or raises."""
+    those of which that is None, or raises, which the log tells and ``causes`` get."""
     found: dict[Hashable, T | None] = {}
     kinds = [(module, kind_of(module)) for module in modules]
     for module, kind in kinds:
         if kind not in found:
             found[kind] = None
-            with suppress(Exception), scratch_weights(module):  # of whatever kind
-                found[kind] = find(module)
+            try:
+                with scratch_weights(module):
+                    found[kind] = find(module)
+            except Exception as error:  # of whatever kind
+                causes.append(f"{type(module).__name__}: trying it raised {named(error)}")
+                tell(*causes[-1].split(": ", 1))
     return [(module, own) for module, kind in kinds if (own := found[kind]) is not None]
 
 

@@ -22,29 +22,19 @@ from tinyspec.kernels.twins.attention_plan import as_slice
 from tinyspec.model.gradients import Products, Segment, Tape
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
+from tinyspec.scheduler.buckets import next_bucket
 
 # Places of a ring: the rest of a tile and what convolutions read before it.
 RING = 2 * STATE_TILE
-# Of a canonical bucket, the part that may be padding before rows are cut into smaller ones.
-PADDING = 1 / 4
 # What another thread may not do while a pass, or a part of one that is computed again, runs.
 Exclusive = Callable[[], AbstractContextManager[Any]]
-
-
-def bucket_for(rows: int, canonical: Sequence[int]) -> int:
-    """The canonical bucket of the next pass over so many rows, of which some may be left."""
-    if rows >= canonical[-1]:
-        return canonical[-1]
-    size = next(size for size in canonical if size >= rows)
-    smaller = [each for each in canonical if each < rows]
-    return smaller[-1] if smaller and size - rows > PADDING * size else size
 
 
 def passes(rows: int, canonical: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """The bucket of each pass over so many rows, the first of them that it holds, and their end."""
     first = 0
     while first < rows:
-        bucket = bucket_for(rows - first, canonical)
+        bucket = next_bucket(rows - first, canonical)
         yield bucket, first, min(first + bucket, rows)
         first += bucket
 

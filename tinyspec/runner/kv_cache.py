@@ -6,6 +6,8 @@ slots and pages, not their owners.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
@@ -26,6 +28,11 @@ from tinyspec.runner.device_queue import to_device
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
 # Statistics of torch's allocator: all of its memory, and what of that no other segment can be.
 SEGMENTS = ("reserved", "allocated", "inactive_split")
+# From malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
+# the top of the heap is twice that, too.
+MMAP_BYTES = 32 << 20
 
 
 def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
@@ -138,6 +145,19 @@ def free_memory(device: torch.device) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     (free,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return min([int(free) * 1024, *group_memory()])
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc's heap keep what a pass frees for the next one: serve blocks below 32 MB from it
+    and keep up to 64 MB of it (of each of malloc's, of which threads share at most eight a core);
+    whether glibc took that.
+
+    False without glibc (macOS, musl), where nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(
+        mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and mallopt(M_TRIM_THRESHOLD, 2 * MMAP_BYTES)
+    )
 
 
 def most_pages(

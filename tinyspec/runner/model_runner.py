@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
-from tinyspec.model.cpu_linears import keep_freed_memory
 from tinyspec.model.gradients import Tape
 from tinyspec.model.introspection import accepted
 from tinyspec.model.one_dnn import PrepackedWeights
@@ -21,7 +20,7 @@ from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch, PassMemory
 from tinyspec.runner.graphs import PassGraphs
-from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory
+from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory, keep_freed_memory
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.step import Step
@@ -33,9 +32,9 @@ class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
     served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
-    graphs: of passes by the Triton kernels, which run at fixed addresses. prepacked: weights, for
-    passes on the engine's own pages. states: how many sequences have states of recurrent layers,
-    and places of their rings.
+    graphs: of passes by the Triton kernels, which run at fixed addresses. prepacked: copies of
+    weights, for passes on the engine's own pages. states: how many sequences have states of
+    recurrent layers, and places of their rings.
     """
 
     def __init__(
@@ -56,7 +55,8 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
-        self.prepacked = PrepackedWeights(partial(free_memory, device))
+        room = partial(free_memory, device) if config.prepack == "auto" else int
+        self.prepacked = PrepackedWeights(room)
         self.memory = PassMemory(config, buckets, device, fixed=kernels.backend == "triton")
         self.serve(served)
 

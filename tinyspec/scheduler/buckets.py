@@ -1,39 +1,14 @@
-"""The row counts that a pass may have, which of them are canonical, what passes cost, and how the
-next tokens of deterministic sequences are computed. Host only.
+"""The row counts that a pass may have, which of them are canonical, and how the next tokens of
+deterministic sequences are computed. Host only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from math import inf
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
 
 from tinyspec.config import EngineConfig
-
-# The row counts that may be canonical, by device kind; of others a GPU's.
-LADDER = {
-    "cpu": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
-    "cuda": (8, 32, 128, 256, 512, 2048),
-}
-# More sequences than these have a bucket of their own, in which all decode at once.
-MANY = 1024
-# Of a pass's cost so much grows with its rows, where nothing tells more.
-GROWS = 0.5
-# A pass that is slower than its kind counts for so much, and at most for twice what that costs; a
-# faster one for so much. Of the first few the fastest counts. Of what it changes, so much is its
-# kind's own, the rest the pace of all: what else a machine does slows down whichever kind runs, and
-# one that does not run would be taken for the faster one meanwhile, and for the slower one later.
-SLOWER, FASTER, FIRST, OWN = 1 / 32, 1 / 2, 3, 1 / 8
-# What is believed of a pass beyond what those of other buckets allow, where none in its own has run
-# for so many passes.
-MORE, STALE = 1 / 16, 64
-# Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
-MOST_DRAFTS = 16
-# Windows that are weighed beside those that fill a canonical bucket.
-WINDOWS = (1, 2, 4, 8)
+from tinyspec.scheduler.costs import PassCosts
 
 
 def row_counts(most: int) -> list[int]:
@@ -42,6 +17,33 @@ def row_counts(most: int) -> list[int]:
     while counts[-1] < most:
         counts.append(counts[-1] + max(4, 1 << (counts[-1].bit_length() - 3)))
     return [c for c in counts if c < most] + [most]
+
+
+# Beyond so many rows a CPU's buckets are far apart.
+FINE = 128
+# The row counts that may be canonical, by device kind; of others a GPU's. Plain passes on a CPU
+# have these as well, and 1.
+LADDER = {
+    "cpu": (*row_counts(FINE)[1:], 192, 256, 512, 1024, 2048),
+    "cuda": (8, 32, 128, 256, 512, 2048),
+}
+# More sequences than these have a bucket of their own, in which all decode at once.
+MANY = 1024
+# Of a bucket, the part that may be padding before rows are cut to fill a smaller one.
+PADDING = 1 / 4
+# Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
+MOST_DRAFTS = 16
+# Windows that are weighed beside those that fill a canonical bucket.
+WINDOWS = (1, 2, 4, 8)
+
+
+def next_bucket(rows: int, sizes: Sequence[int]) -> int:
+    """Of the next pass over so many rows, of which some may be left, by these sizes."""
+    if rows >= sizes[-1]:
+        return sizes[-1]
+    place = bisect_left(sizes, rows)
+    size = sizes[place]
+    return sizes[place - 1] if place and size - rows > PADDING * size else size
 
 
 def ladder(config: EngineConfig, device_type: str) -> list[int]:
@@ -55,106 +57,50 @@ def ladder(config: EngineConfig, device_type: str) -> list[int]:
     return sorted(found)
 
 
-def of_kind(costs: Mapping[bool, Mapping[int, float]], canonical: bool) -> Mapping[int, float]:
-    """By bucket, what passes of a kind cost, or else all. costs: of passes that run another way
-    than fast mode (True), and of others."""
-    fast, own = costs[False], costs[True]
-    return {**fast, **own} if canonical else fast or own
-
-
-def estimate(costs: Mapping[int, float], rows: int) -> float:
-    """Seconds of ``rows`` rows between the nearest that are known; smaller or larger than all, half
-    of the nearest one's grow with the rows."""
-    if not costs:
-        return float(rows)
-    sizes = sorted(costs)
-    nearest = min(max(rows, sizes[0]), sizes[-1])
-    seconds = float(np.interp(nearest, sizes, [costs[size] for size in sizes]))
-    return seconds * (1 - GROWS + GROWS * rows / nearest)
-
-
 class Buckets:
     """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
 
     sizes: the ladder (default: all); only these can be canonical. Which are is unknown before
-    ``learn``. wanted: rows that the last pass with deterministic requests was planned for, and how
-    many of them are sequences that can draft.
+    ``learn``. one_list: plain passes have these, and 1. costs: of passes that ran. wanted: what the
+    last pass with deterministic requests was planned for: rows, how many of them are sequences that
+    can draft, and how many drafts may wait.
     """
 
-    def __init__(self, max_rows: int, reference: int, sizes: Iterable[int] | None = None):
+    def __init__(
+        self,
+        max_rows: int,
+        reference: int,
+        sizes: Iterable[int] | None = None,
+        one_list: bool = False,
+    ):
         self.sizes = sorted({*(row_counts(max_rows) if sizes is None else sizes), reference})
-        self._all = sorted({*self.sizes, *row_counts(max_rows)})
+        self._all = sorted({*self.sizes, *([1, max_rows] if one_list else row_counts(max_rows))})
         self.reference = reference
         self.canonical: list[int] = []
-        self._own_way: set[int] = set()
-        # Of all seconds here.
-        self._pace = 1.0
-        self._costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
-        self._bounds: dict[bool, dict[int, float]] = {False: {}, True: {}}
-        self._guesses: dict[tuple[int, bool], float] = {}
-        # Of each kind since its cost was set, all of them, and how many that was at its latest.
-        self._passes: Counter[tuple[int, bool]] = Counter()
-        self._count = 0
-        self._latest: dict[tuple[int, bool], int] = {}
-        self.wanted = (0, 0)
+        self._apart: set[int] = set()
+        self.costs = PassCosts()
+        self.wanted = (0, 0, 0)
 
     def learn(
         self,
         canonical: Iterable[int],
         seconds: Mapping[int, float] | None = None,
-        own_way: Iterable[int] = (),
+        apart: Iterable[int] = (),
     ) -> None:
         """Set what was proven: the canonical buckets, and those of them whose canonical passes run
-        another way than fast mode. seconds: of canonical passes, where none has run yet."""
-        self.canonical, self._own_way = sorted(canonical), set(own_way)
+        another way than plain ones. seconds: of canonical passes, where none has run yet."""
+        self.canonical, self._apart = sorted(canonical), set(apart)
         assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
         for rows, cost in (seconds or {}).items():
-            self._costs[rows in self._own_way].setdefault(rows, cost / self._pace)
-        for own, costs in self._costs.items():
-            for rows in costs:
-                self._bound_others(rows, own)
-        self._guesses = {}
+            self.costs.add(rows, rows in self._apart, cost, settled=False)
 
     def forget(self) -> None:
         """No bucket is canonical any more: weights or device changed."""
-        self.canonical, self._own_way = [], set()
+        self.canonical, self._apart = [], set()
 
     def ran(self, bucket: int, canonical: bool, seconds: float, settled: bool = True) -> None:
         """A pass took so long. Not ``settled``: the next ones of its shape take less."""
-        own = canonical and bucket in self._own_way
-        costs, kind = self._costs[own], (bucket, own)
-        seconds = max(seconds, 1e-9) / self._pace
-        if not settled:
-            if seconds < self._bounds[own].get(bucket, inf):
-                self._bounds[own][bucket] = seconds
-                self._guesses = {}
-            return
-        self._passes[kind] += 1
-        self._count += 1
-        before, number = costs.get(bucket, seconds), self._passes[kind]
-        if number == 1:  # what a proof's passes took, if anything is known, left some out
-            self._guesses = {}
-            costs[bucket] = seconds
-        elif number <= FIRST:
-            costs[bucket] = min(seconds, before)
-        else:
-            part = SLOWER if seconds > before else FASTER
-            change = 1 + part * (min(seconds / before, 2) - 1)
-            costs[bucket] *= change**OWN
-            self._pace *= change ** (1 - OWN)
-        self._latest[kind] = self._count
-        self._bound_others(bucket, own)
-
-    def _bound_others(self, rows: int, own: bool) -> None:
-        """Passes of fewer rows take no longer than those of ``rows``, of more rows no longer a row,
-        but for MORE. Where costs of buckets that have not run for STALE passes say so, they are of
-        a time when the machine was slower, and no pass would tell: other buckets are chosen."""
-        costs = self._costs[own]
-        for other, cost in costs.items():
-            most = (1 + MORE) * costs[rows] * max(1.0, other / rows)
-            if cost > most and self._count - self._latest.get((other, own), -STALE) >= STALE:
-                costs[other] = most
-                self._passes[other, own] = 0  # its next pass tells
+        self.costs.add(bucket, canonical and bucket in self._apart, seconds, settled)
 
     @property
     def largest(self) -> int:
@@ -170,40 +116,41 @@ class Buckets:
         assert 0 < rows <= self.canonical[-1], rows
         return self.canonical[bisect_left(self.canonical, rows)]
 
+    def room(self, least: int, wanted: int) -> int:
+        """How many of ``wanted`` rows a plain pass is to have, ``least`` at least: all that it
+        holds, or so many that less than PADDING of it is empty."""
+        if not FINE < wanted < self.largest:
+            return min(wanted, self.largest)
+        room = min(next_bucket(wanted, self._all), wanted)
+        return room if room >= least else wanted
+
     def cheapest(self, least: int, wanted: int) -> int:
         """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row;
-        of equal ones the largest. Where rows are left over, their sequences end a pass later: the
-        cost of the smallest bucket is added."""
-        self.wanted = (wanted, 0)
-        low = self.fit_canonical(max(least, 1))
-        high = self.fit_canonical(min(max(wanted, 1), self.canonical[-1]))
-        if low == high:
-            return low
+        of equal ones the largest."""
+        self.wanted = (wanted, 0, 0)
+        return self._cheapest(self.canonical, least, wanted)
+
+    def _cheapest(self, canonical: list[int], least: int, wanted: int) -> int:
+        """Were these buckets canonical. Where rows are left over, their sequences end a pass later:
+        the cost of the smallest bucket is added."""
+        first, last = (
+            bisect_left(canonical, min(max(rows, 1), canonical[-1])) for rows in (least, wanted)
+        )
 
         def cost(size: int) -> tuple[float, int]:
-            later = self.seconds(self.canonical[0], True) if size < wanted else 0.0
+            later = self.seconds(canonical[0], True) if size < wanted else 0.0
             return (self.seconds(size, True) + later) / min(size, wanted), -size
 
-        return min((size for size in self.canonical if low <= size <= high), key=cost)
+        return min(canonical[first : last + 1], key=cost) if first < last else canonical[first]
 
     def is_canonical(self, bucket: int) -> bool:
-        """Whether every pass in ``bucket`` is canonical, fast ones too."""
-        return bucket in self.canonical and bucket not in self._own_way
+        """Whether every pass in ``bucket`` is canonical, plain ones too but for attention."""
+        return bucket in self.canonical and bucket not in self._apart
 
     def seconds(self, bucket: int, canonical: bool = False) -> float:
         """What a pass in ``bucket`` costs; canonical: a canonical one, whether or not it is known
-        to be one. A guess from passes of the same kind, or else from all, where none has run; no
-        more than passes took that were not settled."""
-        kind = canonical and bucket in self._own_way
-        known = self._costs[kind].get(bucket)
-        if known is not None:
-            return known * self._pace
-        key = bucket, canonical
-        if key not in self._guesses:
-            costs = of_kind(self._costs, canonical) or of_kind(self._bounds, canonical)
-            bound = self._bounds[kind].get(bucket, inf)
-            self._guesses[key] = min(estimate(costs, bucket), bound)
-        return self._guesses[key] * self._pace
+        to be one."""
+        return self.costs.seconds(bucket, canonical and bucket in self._apart)
 
     def window(
         self, rows: int, drafting: int, most: int, accepted: float, free: bool = True
@@ -213,7 +160,7 @@ class Buckets:
         ones among them. most: drafts that may wait; not ``free``: that or none. accepted: chance
         that a draft is, if those before it were; less than 1."""
         assert 0 <= drafting <= rows and most >= 0, (rows, drafting, most)
-        self.wanted = rows, drafting
+        self.wanted = rows, drafting, most
         if rows <= self.canonical[-1] and self.is_canonical(self.fit(rows)):
             return 0  # nothing to verify
         return self._cheapest_way(self.canonical, rows, drafting, most, accepted, free)[1]
@@ -255,18 +202,15 @@ class Buckets:
             cost += self.seconds(canonical[bisect_left(canonical, rest)], True)
         return cost
 
-    def gains(self, sizes: Iterable[int], most: int, accepted: float) -> dict[int, float]:
-        """By each of ``sizes``, seconds that the last pass would have saved were it canonical too;
-        without those that would have saved none."""
-        rows, drafting = self.wanted
-        self.wanted = (0, 0)
-        found: dict[int, float] = {}
+    def would_use(self, accepted: float) -> tuple[int, float] | None:
+        """The bucket that the last pass would have had, or its verify, were all of the ladder
+        canonical, and seconds that this would have saved; None where there was no such pass since
+        this was asked. accepted: as of ``window``."""
+        (rows, drafting, most), self.wanted = self.wanted, (0, 0, 0)
         if not rows or not self.canonical:
-            return found
-        now = self._cheapest_way(self.canonical, rows, drafting, most, accepted)[0]
-        for size in sizes:
-            canonical = sorted((*self.canonical, size))
-            then = self._cheapest_way(canonical, rows, drafting, most, accepted)[0]
-            if then < now:
-                found[size] = (now - then) * min(rows, self.canonical[-1])
-        return found
+            return None
+        now, _ = self._cheapest_way(self.canonical, rows, drafting, most, accepted)
+        then, window = self._cheapest_way(self.sizes, rows, drafting, most, accepted)
+        verified = min(rows + drafting * window, self.sizes[-1])
+        size = self._cheapest(self.sizes, verified if drafting else 1, verified)
+        return size, (now - then) * min(rows, self.canonical[-1])

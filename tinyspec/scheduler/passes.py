@@ -54,7 +54,8 @@ class EngineStats(TokenCounts):
     """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket.
 
     ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that were taken
-    from the prefix cache or another completion of the prompt.
+    from the prefix cache or another completion of the prompt. prepacked_bytes: most that copies of
+    weights have taken at once (``EngineConfig.prepack``).
     """
 
     passes: dict[int, int] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class EngineStats(TokenCounts):
     padding: int = 0
     preemptions: int = 0
     cached_prompt_tokens: int = 0
+    prepacked_bytes: int = 0
     seconds: float = 0.0
 
     def add(self, record: PassRecord) -> None:

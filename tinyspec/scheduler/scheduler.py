@@ -178,7 +178,11 @@ class Scheduler:
         decoding = np.concatenate([candidates["plain"], candidates["drafting"]])
         drafts = self.table.num_drafts[decoding]
         drafts[len(candidates["plain"]) :] = 0
-        room = (self.buckets.largest if limit is None else limit) - len(decoding)
+        most = self.buckets.largest if limit is None else limit
+        if len(prompts):
+            pending = int(self.table.runnable(prompts).sum())
+            most = min(most, self.buckets.room(len(decoding) + 1, len(decoding) + pending))
+        room = most - len(decoding)
         return self._rows(decoding, drafts, prompts, room, room // 2 if len(prompts) else room)
 
     def _rows(

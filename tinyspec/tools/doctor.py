@@ -24,10 +24,7 @@ from tinyspec.interrupts import at_once
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.terminal import table
 
-OWN_WAY = (
-    "own way: canonical passes run these linears in tiles of rows, or by another operator than "
-    "fast mode"
-)
+IN_TILES = "in tiles: canonical passes run these linears in tiles of rows, or transposed"
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,9 @@ class DoctorReport:
         ]
         for bucket in results.buckets:
             size = f"*{bucket.rows}" if bucket.rows == results.reference else bucket.rows
-            canonical = ("own way" if bucket.own_way else "yes") if bucket.canonical else "no"
+            canonical = ("in tiles" if bucket.tiles else "yes") if bucket.canonical else "no"
             cost = f"{bucket.seconds * 1e3:.2f}" if bucket.seconds else "-"
-            names = [n.rpartition(".")[2] for n in (*bucket.broken_by, *bucket.own_way)]
+            names = [n.rpartition(".")[2] for n in (*bucket.broken_by, *bucket.tiles)]
             plan = self.plans.get(bucket.rows, "-")
             rows.append((size, canonical, cost, plan, ", ".join(names)))
         return table(rows, right=(0, 2))
@@ -81,7 +78,7 @@ class DoctorReport:
     def _notes(self, results: ProbeResults) -> list[str]:
         canonical, total = len(results.canonical), len(results.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
-        notes += [OWN_WAY] if results.own_way else []
+        notes += [IN_TILES] if results.tiles else []
         for kind in results.attention:
             rows = f"{kind.checked} rows alone and in a prompt, {kind.differing} differ"
             notes.append(f"{kind.name}: {rows}")

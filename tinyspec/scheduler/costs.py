@@ -1,0 +1,79 @@
+"""What passes cost, by their rows and kind: fitted to the last ones that ran. Host only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from math import inf
+from statistics import median_low
+
+# Passes of a row count that are kept, and passes of any since which one counts: what ran longer ago
+# may have run in another time.
+KEPT, RECENT = 9, 64
+# Of a pass's cost so much grows with its rows, where nothing tells more.
+GROWS = 0.5
+
+
+class PassCosts:
+    """Seconds of a pass: of either kind one function of its rows that never falls, nor rises faster
+    than they do. ``apart``: of canonical passes that run another way than plain ones."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, bool], deque[float]] = {}
+        self._at: dict[tuple[int, bool], int] = {}
+        # What those of a kind that have not settled yet take at most.
+        self._bounds: dict[tuple[int, bool], float] = {}
+        self._number = 0
+        self._fitted: dict[bool, tuple[list[int], list[float]]] = {}
+
+    def add(self, rows: int, apart: bool, seconds: float, settled: bool = True) -> None:
+        """A pass took so long. Not ``settled``: the next ones of its shape take no longer, and may
+        take less."""
+        key, seconds = (rows, apart), max(seconds, 1e-9)
+        self._fitted = {}
+        if not settled:
+            self._bounds[key] = min(seconds, self._bounds.get(key, inf))
+            return
+        self._number += 1
+        last = self._last.setdefault(key, deque(maxlen=KEPT))
+        if self._number - self._at.get(key, 0) > RECENT:
+            last.clear()
+        last.append(seconds)
+        self._at[key] = self._number
+
+    def seconds(self, rows: int, apart: bool) -> float:
+        """Between row counts that ran, in proportion; beyond them half of the nearest one's grow
+        with the rows. No more than passes took that were not settled, if none was."""
+        if apart not in self._fitted:
+            self._fitted[apart] = self._fit(apart)
+        sizes, costs = self._fitted[apart]
+        if not sizes:
+            return float(rows)
+        place = bisect_left(sizes, rows)
+        if 0 < place < len(sizes):
+            (low, high), (less, more) = sizes[place - 1 : place + 1], costs[place - 1 : place + 1]
+            found = less + (more - less) * (rows - low) / (high - low)
+        else:
+            nearest = min(place, len(sizes) - 1)
+            found = costs[nearest] * (1 - GROWS + GROWS * rows / sizes[nearest])
+        known = (rows, apart) in self._last
+        return found if known else min(found, self._bounds.get((rows, apart), inf))
+
+    def _fit(self, apart: bool) -> tuple[list[int], list[float]]:
+        """Row counts in order, and their costs: medians of the last passes, where none of the kind
+        ran the other's; no more than more rows cost, nor than fewer rows cost a row."""
+        recent = {
+            key: median_low(last)
+            for key, last in self._last.items()
+            if self._number - self._at[key] < RECENT
+        }
+        recent = recent or self._bounds
+        costs = {rows: cost for (rows, own), cost in recent.items() if own != apart}
+        costs |= {rows: cost for (rows, own), cost in recent.items() if own == apart}
+        sizes, most, each = sorted(costs), inf, inf
+        for rows in reversed(sizes):
+            most = costs[rows] = min(costs[rows], most)
+        for rows in sizes:
+            each = min(each, costs[rows] / rows)
+            costs[rows] = min(costs[rows], each * rows)
+        return sizes, [costs[rows] for rows in sizes]
