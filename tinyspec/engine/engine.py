@@ -178,9 +178,8 @@ class Engine:
 
         given: as transformers' from_pretrained takes it: ``revision, trust_remote_code, token,
         cache_dir, local_files_only, subfolder`` (of the tokenizer too), ``variant,
-        use_safetensors, quantization_config, attn_implementation``; lora: an adapter of PEFT's, by
-        folder or name on the hub. Where no tokenizer was saved, prompts are token ids. Raises
-        ValueError naming what cannot be loaded or served.
+        use_safetensors, quantization_config, attn_implementation``; lora: PEFT's adapter. Where no
+        tokenizer was saved, prompts are token ids. Raises ValueError naming what cannot be served.
         """
         return cls(*load(name_or_path, dtype, device, **given), config)
 
