@@ -138,7 +138,9 @@ class EngineCore:
         if self._overlap:
             self._under_way = self._look_ahead(step)
         try:
-            step.fetch()
+            found = step.pending.fetch()
+            step.special = step.pending.results.special_results(*found[:2])
+            step.tokens, step.logprobs, step.prompt_logprobs, step.decisions = found
             self._think(step)
         except Exception as error:
             step.raised = error
