@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from math import inf
-from statistics import median_low
 
 # Passes of a row count that are kept, and passes of any since which one counts: what ran longer ago
 # may have run in another time.
@@ -20,17 +19,19 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, bool], deque[float]] = {}
+        self._medians: dict[tuple[int, bool], float] = {}
         self._at: dict[tuple[int, bool], int] = {}
         # What those of a kind that have not settled yet take at most.
         self._bounds: dict[tuple[int, bool], float] = {}
         self._number = 0
         self._fitted: dict[bool, tuple[list[int], list[float]]] = {}
+        self._told: dict[tuple[int, bool], float] = {}
 
     def add(self, rows: int, apart: bool, seconds: float, settled: bool = True) -> None:
         """A pass took so long. Not ``settled``: the next ones of its shape take no longer, and may
         take less."""
         key, seconds = (rows, apart), max(seconds, 1e-9)
-        self._fitted = {}
+        self._fitted, self._told = {}, {}
         if not settled:
             self._bounds[key] = min(seconds, self._bounds.get(key, inf))
             return
@@ -39,9 +40,17 @@ class PassCosts:
         if self._number - self._at.get(key, 0) > RECENT:
             last.clear()
         last.append(seconds)
+        self._medians[key] = sorted(last)[(len(last) - 1) // 2]
         self._at[key] = self._number
 
     def seconds(self, rows: int, apart: bool) -> float:
+        """What a pass costs."""
+        key = rows, apart
+        if key not in self._told:
+            self._told[key] = self._estimate(rows, apart)
+        return self._told[key]
+
+    def _estimate(self, rows: int, apart: bool) -> float:
         """Between row counts that ran, in proportion; beyond them half of the nearest one's grow
         with the rows. No more than passes took that were not settled, if none was."""
         if apart not in self._fitted:
@@ -62,14 +71,11 @@ class PassCosts:
     def _fit(self, apart: bool) -> tuple[list[int], list[float]]:
         """Row counts in order, and their costs: medians of the last passes, where none of the kind
         ran the other's; no more than more rows cost, nor than fewer rows cost a row."""
-        recent = {
-            key: median_low(last)
-            for key, last in self._last.items()
-            if self._number - self._at[key] < RECENT
-        }
-        recent = recent or self._bounds
-        costs = {rows: cost for (rows, own), cost in recent.items() if own != apart}
-        costs |= {rows: cost for (rows, own), cost in recent.items() if own == apart}
+        oldest = self._number - RECENT
+        recent = [(*key, x) for key, x in self._medians.items() if self._at[key] > oldest]
+        recent = recent or [(*key, x) for key, x in self._bounds.items()]
+        costs = {rows: cost for rows, own, cost in recent if own != apart}
+        costs |= {rows: cost for rows, own, cost in recent if own == apart}
         sizes, most, each = sorted(costs), inf, inf
         for rows in reversed(sizes):
             most = costs[rows] = min(costs[rows], most)
