@@ -163,7 +163,7 @@ class ModelRunner:
 
         def forward() -> Tensor:
             batch, keep = self.memory.batch(step)
-            self._context.prepacked = self.prepacked
+            self.use_prepacked()
             return self.forward(batch, keep, shape.canonical, hooks)
 
         if step.embeds or hooks is not None or self.kernels.backend == "torch":
@@ -175,6 +175,10 @@ class ModelRunner:
         if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()
         return logits[: step.num_logits]
+
+    def use_prepacked(self) -> None:
+        """Let the linears of the next pass use the weights that are prepacked."""
+        self._context.prepacked = self.prepacked
 
     def forward(
         self, batch: Batch, keep: Tensor | None, canonical: bool, hooks: Hooks | None = None

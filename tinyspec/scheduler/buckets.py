@@ -216,9 +216,9 @@ class Buckets:
         self.wanted = rows, drafting
         if rows <= self.canonical[-1] and self.is_canonical(self.fit(rows)):
             return 0  # nothing to verify
-        return self._cheapest_way(self.canonical, rows, drafting, most, accepted, free)[1]
+        return self.cheapest_way(self.canonical, rows, drafting, most, accepted, free)[1]
 
-    def _cheapest_way(
+    def cheapest_way(
         self,
         canonical: list[int],
         rows: int,
@@ -229,7 +229,7 @@ class Buckets:
     ) -> tuple[float, int]:
         """Seconds for a committed token, and the window, were these buckets canonical."""
         capacity, plain = canonical[-1], rows - drafting
-        ways = [(self._canonical_cost(canonical, rows) / rows, 0)]
+        ways = [(self.canonical_cost(canonical, rows) / rows, 0)]
         if not most or not drafting:
             return ways[0]
         if rows > capacity:
@@ -241,13 +241,13 @@ class Buckets:
         fast = self.seconds(self.fit(rows))
         for window in windows:
             verified = drafting * (window + 1) + plain
-            cost = window * fast + self._canonical_cost(canonical, verified)
+            cost = window * fast + self.canonical_cost(canonical, verified)
             passes = window + -(-verified // capacity)
             each = (1 - accepted ** (window + 1)) / (1 - accepted)
             ways.append((cost / (drafting * each + plain * passes), window))
         return min(ways)
 
-    def _canonical_cost(self, canonical: list[int], rows: int) -> float:
+    def canonical_cost(self, canonical: list[int], rows: int) -> float:
         """Seconds of the canonical passes that hold ``rows`` rows."""
         whole, rest = divmod(rows, canonical[-1])
         cost = whole * self.seconds(canonical[-1], True)
@@ -263,10 +263,10 @@ class Buckets:
         found: dict[int, float] = {}
         if not rows or not self.canonical:
             return found
-        now = self._cheapest_way(self.canonical, rows, drafting, most, accepted)[0]
+        now = self.cheapest_way(self.canonical, rows, drafting, most, accepted)[0]
         for size in sizes:
             canonical = sorted((*self.canonical, size))
-            then = self._cheapest_way(canonical, rows, drafting, most, accepted)[0]
+            then = self.cheapest_way(canonical, rows, drafting, most, accepted)[0]
             if then < now:
                 found[size] = (now - then) * min(rows, self.canonical[-1])
         return found

@@ -61,7 +61,8 @@ class Columns(Fixed):
     must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
     num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
     KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
-    rollbacks, verify_passes: counts since they were last added to its statistics. unthought: chunks
+    rollbacks, verify_passes: counts since they were last added to its statistics. seen: leading
+    positions that an assistant has KV of, drafts included while they wait. unthought: chunks
     of the prompt without a thought. reach: positions that may run before more are thought about.
     state_at, state_kept: tokens after which its recurrent state is, and its last one that the
     prefix cache keeps was.
@@ -82,6 +83,7 @@ class Columns(Fixed):
     rolled_back: Counts
     rollbacks: Counts
     verify_passes: Counts
+    seen: Counts
     unthought: Counts
     reach: Counts
     state_at: Counts
@@ -105,6 +107,7 @@ class SequenceTable(Columns):
         self._any: dict[str, bool] = {}
         self.generations = 0
         self.is_ahead = False  # in a block of ``Step.ahead``
+        self.waits = True  # whether drafts of the fast path may wait
         annotated = {**Fixed.__annotations__, **Columns.__annotations__}
         self._columns = {name: KINDS[kind] for name, kind in annotated.items()}
         for name, kind in self._columns.items():
@@ -214,13 +217,13 @@ class SequenceTable(Columns):
         return counts
 
     def draft_limits(self, rows: Array) -> Array:
-        """[n]: drafts that may wait before a verify."""
+        """[n]: drafts that a sequence may have before a verify."""
         limits = np.minimum(self.window[rows], self.most[rows] - self.length[rows] - 1)
         return np.where(self.draft_free[rows], 0, limits)
 
     def drafts_are_full(self, rows: Array) -> Array:
         """[n] bool: whether no further draft may wait, or the drafter has ended them."""
-        ended = self.proposed[rows] | self.draft_ended[rows]
+        ended = self.proposed[rows] | self.draft_ended[rows] | (not self.waits)
         return ended | (self.num_drafts[rows] >= self.draft_limits(rows))
 
     def commit(self, rows: Array, counts: Array, tokens: Array) -> None:
@@ -266,6 +269,8 @@ class SequenceTable(Columns):
         if self.any("deterministic"):
             canonical = np.where(self.deterministic[rows], computed, canonical)
         self.canonical[rows] = canonical
+        if self.any("drafter"):  # what was read behind it was a draft, and is none
+            self.seen[rows] = np.minimum(self.seen[rows], computed)
 
     def advance(self, rows: Array, ends: Array, canonical: bool) -> None:
         """Positions up to ``ends`` [n] have run; drafts among them are not final."""
