@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.errors import named
 from tinyspec.model.install import install
-from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.packing import samples
@@ -31,6 +30,7 @@ from tinyspec.runner.sampler import NOT_FINITE, Sampler
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import PROMPT
+from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import Step
@@ -76,15 +76,10 @@ class Assistant:
         self._verified = BEGINS
         self._trials, self._pause, self._pausing, self._told = TRIALS, PAUSE, 0, False
 
-    @property
-    def served(self) -> ServedModel | None:
-        """Its copy, if there is one."""
-        return None if self._runner is None else self._runner.served
-
     def release(self, of: ref[PreTrainedModel] | None = None) -> None:
         """Hold no model any more; of: unless it is another than this."""
         if of is None or of is self._model:
-            self._runner = self._model = None
+            self._runner = self._model = self._target.beside = None
             if self._target.holds_memory:
                 self._target.cache.beside = None
 
@@ -100,6 +95,7 @@ class Assistant:
         buckets = Buckets(target.config.max_rows, target.buckets.reference)
         self._runner = ModelRunner(served, self._pool, target.kernels, buckets, config)
         self._runner.memory.shares, self._runner.prepacked = True, target.prepacked
+        target.beside = served
         self._model, self._tensors = ref(model, self.release), _tensors(model)
         self._begin()
 
@@ -154,11 +150,15 @@ class Assistant:
         if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
             cache.beside = runner.pages(self._pool.num_pages)
             table.seen[:], self._pool.seen[:] = 0, False
-        limits = self._grow(rows, np.minimum(most, count))
+        limits, grown = self._grow(rows, np.minimum(most, count))
         held = table.num_pages[rows] * self._pool.page_size
         ends = np.where(decoding, table.length[rows], table.computed[rows])
         ends = np.where(decoding & (limits == 0), 0, np.minimum(ends, np.minimum(held, longest)))
-        return self._draw(*self._read(rows, ends, limits))
+        try:
+            return self._draw(*self._read(rows, ends, limits))
+        finally:
+            for sequence in grown:
+                self._admission.truncate(sequence, sequence.length + sequence.num_drafts)
 
     def _count(self, asking: int, most: Array) -> int:
         """How many drafts each of ``asking`` sequences is to get, of the ``most`` [n] it may."""
@@ -179,9 +179,9 @@ class Assistant:
             self._sit_out()
         return count
 
-    def _grow(self, rows: Array, limits: Array) -> Array:
+    def _grow(self, rows: Array, limits: Array) -> tuple[Array, list[Sequence]]:
         """[n]: ``limits`` [n], fewer where there are no pages for the drafts of ``rows`` [n] that
-        nobody else needs; the pages are theirs now."""
+        nobody else needs; and the sequences that have got pages."""
         table, pool, size = self._table, self._pool, self._pool.page_size
         own = -(-(table.length + 1) // size)
         needed = np.maximum(own[table.rows] - table.num_pages[table.rows], 0).sum()
@@ -192,13 +192,15 @@ class Assistant:
         limits = np.where(fits, limits, np.minimum(limits, held * size - table.length[rows]))
         limits = np.maximum(limits, 0)
         tokens = table.length[rows] + limits
-        for n in np.flatnonzero((limits > 0) & (tokens > table.num_pages[rows] * size)).tolist():
-            sequence = table.sequences[rows[n]]
-            pool.grow(sequence.pages, int(tokens[n]), sequence.most_tokens)
+        short = rows[(limits > 0) & (tokens > table.num_pages[rows] * size)]
+        grown = [table.sequences[row] for row in short.tolist()]
+        for sequence in grown:
+            end = sequence.length + int(limits[rows == sequence.row][0])
+            pool.grow(sequence.pages, end, sequence.most_tokens)
             sequence.set_pages(sequence.pages)
         if self._target.kernels.backend == "torch":
             self._target.cache.zero(pool.take_fresh())
-        return limits
+        return limits, grown
 
     def _read(self, rows: Array, ends: Array, limits: Array) -> tuple[Array, Array, Array]:
         """Read the tokens of ``rows`` [n] up to ``ends`` [n], as many as a pass has room for, those

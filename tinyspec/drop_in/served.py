@@ -91,9 +91,9 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         if isinstance(processor, UNSERVED_PROCESSORS):
             yield f"a {type(processor).__name__} in logits_processor"
     assistant = arguments.get("assistant_model")
-    own = not isinstance(assistant, PreTrainedModel) or assistant is model
-    if not own and (reason := assistant_refusal(assistant, model)) is not None:
-        yield f"an assistant_model that has {reason}"
+    if isinstance(assistant, PreTrainedModel) and assistant is not model:
+        has = assistant_refusal(assistant, model)
+        yield from () if has is None else (f"an assistant_model that has {has}",)
     known = {*vars(model.generation_config), *_KNOWN_ARGUMENTS}
     yield from (name for name in arguments if name not in known)
 

@@ -28,7 +28,6 @@ from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.model.wrappers import autocast_of
 from tinyspec.outputs import RequestOutput
-from tinyspec.runner.kv_cache import most_pages
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
 from tinyspec.sampling_params import SamplingParams
@@ -96,15 +95,15 @@ class Engine:
         buckets = Buckets(config.max_rows, config.reference_rows, ladder(config, device))
         self.pool = pool = PagePool(1, config.page_size)
         self.admission = admission = Admission(config, pool)
-        self._states = admission.checkpoints.count, admission.checkpoints.ring
-        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config, self._states)
+        states = admission.checkpoints.count, admission.checkpoints.ring
+        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config, states)
         admission.checkpoints.on = bool(served.recurrent)
         check_parity(served, runner)
         self.core = EngineCore(config, admission, runner, tokenizer, self._thinker)
         if isinstance(drafter, PreTrainedModel):
             self.core.assistant.serve(drafter)
         if not self._grows:
-            pool.resize(self._most_pages())
+            pool.resize(runner.most_pages())
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.driver = self.tracker.driver
@@ -234,14 +233,10 @@ class Engine:
     def _reserve(self, num_pages: int) -> None:
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
-            most = self._most_pages(self.runner.pages_taken)
+            most = self.runner.most_pages(self.runner.pages_taken)
             if (pages := min(max(num_pages, there + there // 4), most)) > there:
                 self.core.drain()
                 self._give_back(pages)
-
-    def _most_pages(self, held: int = 0) -> int:
-        beside = self.core.assistant.served
-        return most_pages(self.config, self.served, self._states, held, beside)
 
     def _give_back(self, num_pages: int | None = None) -> None:
         """Free the page pool's memory; the next pass takes that of ``num_pages``."""
@@ -401,5 +396,5 @@ class Engine:
         if num_pages:
             self._reserve(num_pages + self.pool.num_held)  # by calls of other threads
         elif not (self._grows or self.runner.holds_memory or self.tracker.requests):
-            self.pool.resize(self._most_pages())
+            self.pool.resize(self.runner.most_pages())
         return self._inputs

@@ -21,7 +21,7 @@ from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch, PassMemory
 from tinyspec.runner.graphs import PassGraphs
-from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory
+from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory, most_pages
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.step import Step
@@ -35,8 +35,10 @@ class ModelRunner:
     served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
     graphs: of passes by the Triton kernels, which run at fixed addresses. prepacked: weights, for
     passes on the engine's own pages. states: how many sequences have states of recurrent layers,
-    and places of their rings.
+    and places of their rings. beside: a second model on the same pages.
     """
+
+    beside: ServedModel | None = None
 
     def __init__(
         self,
@@ -121,6 +123,10 @@ class ModelRunner:
     def holds_memory(self) -> bool:
         """Whether the KV pool is allocated."""
         return self._cache is not None
+
+    def most_pages(self, held: int = 0) -> int:
+        """As ``most_pages`` of ``kv_cache``, for its model and that beside it."""
+        return most_pages(self.config, self.served, self._states, held, self.beside)
 
     @property
     def pages_taken(self) -> int:
