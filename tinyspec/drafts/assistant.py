@@ -149,6 +149,7 @@ class Assistant:
             return 0
         if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
             cache.beside = runner.pages(self._pool.num_pages)
+            cache.beside.zero([*range(cache.written)])
             table.seen[:], self._pool.seen[:] = 0, False
         limits, grown = self._grow(rows, np.minimum(most, count))
         held = table.num_pages[rows] * self._pool.page_size
