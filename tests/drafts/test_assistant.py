@@ -26,6 +26,7 @@ from tests.support.cases import (
 from tests.support.drop_in import patched
 from tests.support.mixes import bits, crowd, needles
 from tests.support.pages import check_residents
+from tests.support.recorded import as_on_a_gpu
 from tests.support.tiny import VOCAB, config_of, tiny
 from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -243,7 +244,7 @@ def raises():
     raise LookupError("no idea")
 
 
-@pytest.mark.parametrize("fault", ["lies", "raises", "not finite", "no page"])
+@pytest.mark.parametrize("fault", ["lies", "raises", "not served", "not finite", "no page"])
 def test_one_that_fails_ends_no_request(fault, caplog):
     """It is told once; drafts are fewer, or wrong."""
     model = model_of("as is")
@@ -260,16 +261,17 @@ def test_one_that_fails_ends_no_request(fault, caplog):
         caplog.at_level(logging.WARNING, "tinyspec"),
         engine_of(model, drafter=other, **settings) as engine,
     ):
-        if fault == "raises":
+        if fault in ("raises", "not served"):
             rows.then = raises
-        if fault == "not finite":
+        if fault in ("not finite", "not served"):  # another copy is made of it
             with torch.no_grad():
-                other.lm_head.weight.fill_(torch.nan)
+                other.lm_head.weight.mul_(torch.nan if fault == "not finite" else 1.0)
         outputs = [*run(engine, asked), *run(engine, asked)]
         assert bits_of(outputs) == expected * 2 and whole(engine)
         stats = engine.stats()
     told = [record.getMessage() for record in caplog.records if "assistant" in record.getMessage()]
     words = {"raises": "raised LookupError: no idea", "not finite": "logits are not finite"}
+    words["not served"] = "raised UnsupportedModelError"
     assert len(told) == (fault in words) and all(words[fault] in line for line in told)
     assert not any(c.error for o in outputs for c in o.completions)
     if fault == "lies":
@@ -306,7 +308,6 @@ def test_weights_that_change_between_calls():
             model.model.layers[0].mlp.down_proj.weight.neg_()
         assert share() < 0.9
         other.load_state_dict(model.state_dict())
-        engine.pool.seen[:] = False  # what it read with other weights
         assert share() == 1
         wrong = tiny(seed=9).lm_head.weight
         other.lm_head.weight = torch.nn.Parameter(wrong.detach().clone())
@@ -472,6 +473,23 @@ def test_hybrid_targets(kind):
         expected = bits_of(run(engine, asked))
     with engine_of(model, drafter=other, **ALWAYS) as engine:
         assert bits_of(run(engine, asked)) == expected and engine.stats().rolled_back > 0
+
+
+@pytest.mark.parametrize("verify", ["always", "padded"])
+def test_as_on_a_gpu(verify, monkeypatch):
+    """Where passes have few shapes, and are launched ahead of results."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(Scheduler, "how_many", lambda *given: 3)
+    model = model_of("shape-sensitive")
+    settings = {"backend": "triton", "page_size": 8, "max_rows": 64}
+    asked = [*requests(**SAMPLED), *requests(), *requests(deterministic=False)]
+    with engine_of(model, **settings) as engine:
+        expected = bits_of(run(engine, asked[:10]))
+    other = copy.deepcopy(model)
+    with engine_of(model, **settings, drafter=other, verify=verify, overlap=True) as engine:
+        assert bits_of(run(engine, asked)[:10]) == expected
+        stats = engine.stats()
+        assert stats.accepted > 0.9 * (stats.drafted - stats.rows["draft"]) > 100
 
 
 def test_how_many_by_cost(passes_count):

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.errors import named
 from tinyspec.model.install import install
+from tinyspec.model.quantized import trace
 from tinyspec.model.supported import max_positions
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.packing import samples
@@ -67,8 +68,8 @@ class Assistant:
         self._always = config.verify == "always" and (config.draft_window or TRIAL)
         self._runner: ModelRunner | None = None
         self._model: ref[PreTrainedModel] | None = None
-        self._tensors: list[int] = []
-        self._number = 0
+        self._tensors: list[tuple[int, ...]] = []
+        self._number = self._drawn = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -86,6 +87,9 @@ class Assistant:
     def serve(self, model: PreTrainedModel) -> None:
         """Draft by this model from now on. Raises what keeps it from being served."""
         self.release()
+        # As it is now it is not tried again.
+        self._model, self._tensors = ref(model, self.release), _tensors(model)
+        self._begin()
         target = self._target
         assert target.config.max_model_len and target.config.max_rows
         positions = min(target.config.max_model_len, max_positions(model))
@@ -96,8 +100,6 @@ class Assistant:
         self._runner = ModelRunner(served, self._pool, target.kernels, buckets, config)
         self._runner.memory.shares, self._runner.prepacked = True, target.prepacked
         target.beside = served
-        self._model, self._tensors = ref(model, self.release), _tensors(model)
-        self._begin()
 
     def observe(self, accepted: Mapping[int, int], rejected: Mapping[int, int]) -> None:
         """A pass verified drafts: by drafter, how many were accepted, and how many sequences had
@@ -115,15 +117,16 @@ class Assistant:
         present = None if self._model is None else self._model()
         if self._number not in models or models[self._number] is not present:
             self._number = next(iter(models))
-        model = models[self._number]
+        model, self._drawn = models[self._number], 0
         try:
             if model is not present or self._tensors != _tensors(model):
                 self.serve(model)
-            return self._draft()
+            if self._runner is not None:
+                self._draft(self._runner)
         except Exception as error:
             self._tell(f"raised {named(error)}")
             self._sit_out()
-            return 0
+        return self._drawn
 
     def _tell(self, what: str) -> None:
         if not self._told:
@@ -134,19 +137,18 @@ class Assistant:
         self._pausing, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._trials = TRIALS
 
-    def _draft(self) -> int:
-        table, runner = self._table, self._runner
-        assert runner is not None
+    def _draft(self, runner: ModelRunner) -> None:
+        table = self._table
         if self._target.vocab_size > runner.vocab_size:  # it has grown
-            return 0
-        rows = table.rows[table.drafter[table.rows] == self._number]
-        rows = rows[(table.num_drafts[rows] == 0) & ~table.has_embeds[rows]]
+            return
+        longest, rows = runner.config.max_model_len or 0, table.rows
+        rows = rows[(table.drafter[rows] == self._number) & (table.num_drafts[rows] == 0)]
+        rows = rows[(table.length[rows] < longest) & ~table.has_embeds[rows]]
         decoding = table.pending(rows) == 1
-        longest = runner.config.max_model_len or 0
         most = np.minimum(table.draft_limits(rows), longest - table.length[rows])
         most = np.where(decoding, np.maximum(most, 0), 0)
         if not (asking := int(np.count_nonzero(most))) or not (count := self._count(asking, most)):
-            return 0
+            return
         if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
             cache.beside = runner.pages(self._pool.num_pages)
             cache.beside.zero([*range(cache.written)])
@@ -154,9 +156,9 @@ class Assistant:
         limits, grown = self._grow(rows, np.minimum(most, count))
         held = table.num_pages[rows] * self._pool.page_size
         ends = np.where(decoding, table.length[rows], table.computed[rows])
-        ends = np.where(decoding & (limits == 0), 0, np.minimum(ends, np.minimum(held, longest)))
+        ends = np.where(decoding & (limits == 0), 0, np.minimum(ends, held))
         try:
-            return self._draw(*self._read(rows, ends, limits))
+            self._draw(*self._read(rows, ends, limits))
         finally:
             for sequence in grown:
                 self._admission.truncate(sequence, sequence.length + sequence.num_drafts)
@@ -227,12 +229,12 @@ class Assistant:
         pool.seen[pages[np.arange(pages.shape[1]) < full[:, None]]] = True
         return rows[whole], limits[whole], tokens
 
-    def _draw(self, rows: Array, limits: Array, tokens: Array) -> int:
+    def _draw(self, rows: Array, limits: Array, tokens: Array) -> None:
         """Draft up to ``limits`` [n] tokens for ``rows`` [n], the first of which are ``tokens``
-        [n]; one after the other, all rows in one pass. How many there are."""
+        [n]; one after the other, all rows in one pass."""
         table = self._table
         table.proposed[rows] = tokens >= 0
-        drawn = 0
+        asked = len(rows)
         for number in range(1, int(limits.max(initial=0)) + 1):
             found = tokens >= 0
             rows, limits, tokens = rows[found], limits[found], tokens[found]
@@ -240,15 +242,14 @@ class Assistant:
             table.ids[rows, ends - 1] = tokens
             table.num_drafts[rows] = number
             table.drafted[rows] += 1
-            drawn += len(rows)
+            self._drawn += len(rows)
             more = (limits > number) & ~table.stops_at(rows, tokens)
             rows, limits, ends = rows[more], limits[more], ends[more]
             if not len(rows):
                 break
             tokens = self._run(rows, ends - 1, ends, np.ones_like(rows))
-        if len(limits) and not drawn:
+        if asked and not self._drawn:
             self._sit_out()
-        return drawn
 
     def _run(self, rows: Array, starts: Array, ends: Array, yields: Array) -> Array:
         """Read positions ``starts`` to ``ends - 1`` of ``rows`` [n]; the tokens that follow those
@@ -284,6 +285,6 @@ class Assistant:
         return logits[: step.num_logits, : self._target.vocab_size]
 
 
-def _tensors(model: PreTrainedModel) -> list[int]:
-    """Which parameters it has now."""
-    return [id(parameter) for parameter in model.parameters()]
+def _tensors(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """Which parameters it has now, and how often they were written to."""
+    return [(id(parameter), *trace(parameter)) for parameter in model.parameters()]
