@@ -136,15 +136,15 @@ def test_plain_requests_keep_their_tokens():
 
 
 def test_in_a_crowd_in_a_small_pool():
-    """Preemptions, prefix hits, aborts and forks: every deterministic output has its bits, and no
-    page is in two places."""
+    """Preemptions, prefix hits, aborts and forks: every deterministic output has its bits, no page
+    is in two places, and a copy of the target, which has read what is there, is always right."""
     model, rng = model_of("as is"), random.Random(3)
     asked = [*needles(), *crowd(rng, 20)]
     exact = [(prompt, params) for prompt, params in asked if params.deterministic]
     with engine_of(model, page_size=8) as engine:
         expected = one_by_one(engine, exact)
     settings = {"num_pages": 44, "page_size": 8, "verify": "always", "draft_window": 4}
-    with engine_of(model, drafter=perturbed(model, 0.05), **settings) as engine:
+    with engine_of(model, drafter=copy.deepcopy(model), **settings) as engine:
         asked = [*exact, *(pair for pair in asked if not pair[1].deterministic)]
         ids = [engine.add_request(*pair) for pair in asked]
         done = {}
@@ -158,7 +158,8 @@ def test_in_a_crowd_in_a_small_pool():
                     if request_id not in done:
                         engine.abort(request_id)
         assert [bits(done[i]) for i in ids[: len(exact)]] == expected
-        assert whole(engine) and engine.stats().preemptions > 0 < engine.stats().accepted
+        stats = engine.stats()
+        assert whole(engine) and stats.preemptions > 0 < stats.accepted and stats.rollbacks == 0
 
 
 def test_a_full_pool_ends_the_same_requests(monkeypatch, caplog):
@@ -192,6 +193,27 @@ def test_a_full_pool_ends_the_same_requests(monkeypatch, caplog):
     ended, stats = found(drafter=copy.deepcopy(model), draft_window=6)
     assert ended == without and stats.accepted > 0
     assert stats.preemptions > 0 < before.preemptions and not any(held) and not caplog.records
+    assert stats.rollbacks == 0
+
+
+def test_a_rollback_cuts_what_was_read(monkeypatch):
+    """Behind each third token, which it draws at random, a copy of the target is right again."""
+    samples, model = assistant.samples, model_of("as is")
+
+    def changed(step):
+        batch = samples(step)
+        batch.temperature = np.where(batch.position % 3, 0.0, 1e4)
+        return batch
+
+    monkeypatch.setattr(assistant, "samples", changed)
+    with engine_of(model, drafter=copy.deepcopy(model), **ALWAYS) as engine:
+        outputs, stats = run(engine, requests()), engine.stats()
+    spans = [
+        (n, n + len(o.completions[0].token_ids)) for n, o in zip(LENGTHS, outputs, strict=True)
+    ]
+    most = sum(position % 3 == 0 for span in spans for position in range(*span))
+    assert most / 2 < stats.rollbacks <= most
+    assert stats.accepted > stats.committed / 2 and stats.rows["draft"] == 0
 
 
 def test_what_was_read_is_not_read_again():
@@ -217,6 +239,7 @@ def test_what_was_read_is_not_read_again():
         engine.pool.seen[:] = False
         engine.generate([[*prompt, 3, 4]], greedy)
         assert sum(rows.take()) > 150, "control"
+        assert engine.stats().rollbacks == 0
     assert whole_prompt > 150 and again < 70 and forks < 110
     with engine_of(model, page_size=8) as engine:
         assert bits(second) == bits(engine.generate([turn], greedy)[0])
