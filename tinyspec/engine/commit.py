@@ -77,7 +77,10 @@ class Committer:
         kept &= good & (step.yields > 0)
         siblings = self._start_siblings(step, kept) if step.leads else []
         if step.way == DRAFTING:
-            self._keep_drafts(step, alive & (step.kinds == DRAFT))
+            # What follows a draft that ended the drafts was drafted before that was known.
+            drafted = alive & (step.kinds == DRAFT) & ~table.draft_ended[step.rows]
+            table.draft(step.rows[drafted], step.tokens[step.firsts[drafted]])
+            self.record.drafted += int(drafted.sum())
         newest = kept if step.decisions is None else kept & ~step.verifies
         rows, places = step.rows[newest], step.firsts[newest]
         if siblings:
@@ -124,13 +127,6 @@ class Committer:
                 started.append((sibling.row, places[sibling]))
             leader.forbid_drafts(leader.draft_free)
         return started
-
-    def _keep_drafts(self, step: Step, drafting: Array) -> None:
-        """One more draft for those that are ``drafting`` [n]. What follows a draft that ended the
-        drafts was drafted before that was known."""
-        drafting &= ~self.table.draft_ended[step.rows]
-        self.table.draft(step.rows[drafting], step.tokens[step.firsts[drafting]])
-        self.record.drafted += int(drafting.sum())
 
     def _commit_verified(self, step: Step, works: Array, decisions: Array) -> None:
         """Of each of ``works``, all of which verify drafts, what ``accept_truncate`` decided; those
@@ -200,7 +196,8 @@ class Committer:
     def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
         the drafts and their values, and run the newest token alone."""
-        sequence.drop_drafts()
+        sequence.num_drafts = 0
+        sequence.proposed = sequence.draft_ended = False
         sequence.forbid_drafts()
         if self.admission.checkpoints.on:  # its state may have moved over what was not good
             self.admission.preempt(sequence)
@@ -240,7 +237,8 @@ class Committer:
         table.mark_final(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
-        for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
+        full = table.computed[rows] // self.admission.pool.page_size
+        for row in rows[full > table.indexed[rows]].tolist():
             if table.sequences[row].error is None:
                 self.admission.prefix.insert(table.sequences[row])
         if np.count_nonzero(stopped):

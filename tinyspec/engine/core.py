@@ -151,7 +151,9 @@ class EngineCore:
         if self._overlap:
             self._under_way = self._look_ahead(step)
         try:
-            step.fetch()
+            found = step.pending.fetch()
+            step.special = step.pending.results.special_results(*found[:2])
+            step.tokens, step.logprobs, step.prompt_logprobs, step.decisions = found
             self._think(step)
         except Exception as error:
             step.raised = error
@@ -208,8 +210,13 @@ class EngineCore:
                     drafter.account(step.record, *counts, self.scheduler.buckets, asking)
         if self.trace is not None:
             self.trace.after(step, before, self.committer.ended)
-        step.record.began, step.record.seconds = began, seconds
-        self._record(step.record)
+        record = step.record
+        record.number, record.began = sum(self.stats.passes.values()), began
+        record.seconds = seconds
+        record.drafted += self._proposed
+        self._proposed = 0
+        self.records.append(record)
+        self.stats.add(record)
 
     @property
     def _is_under_way(self) -> bool:
@@ -313,10 +320,3 @@ class EngineCore:
         else:
             why = f"the pass raised {named(error)}"
             self.committer.fail(sequences[0], why, error)
-
-    def _record(self, record: PassRecord) -> None:
-        record.number = sum(self.stats.passes.values())
-        record.drafted += self._proposed
-        self._proposed = 0
-        self.records.append(record)
-        self.stats.add(record)

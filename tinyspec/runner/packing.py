@@ -36,7 +36,7 @@ def pack(step: Step, before: Step | None, admission: Admission, runner: ModelRun
         del step.siblings[max(admission.free_places, 0) :]
     if (checkpoints := admission.checkpoints).on:
         admission.prefix.keep_states(step)
-        step.moves, step.copies = checkpoints.move(step), checkpoints.take_copies()
+        checkpoints.move(step)
     try:
         step.before, step.samples = before, samples(step)
         step.fresh = admission.pool.take_fresh()

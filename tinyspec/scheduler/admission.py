@@ -40,7 +40,6 @@ class Admission:
         self.table = SequenceTable(config.max_sequences)
         self.waiting: list[Sequence] = []
         self._max_sequences = config.max_sequences
-        self.table.waits = config.verify not in ("padded", "direct")
         self._window = config.draft_window or MOST_DRAFTS
         self.checkpoints = Checkpoints(self.table, pool.page_size, self._window)
         self.prefix = PrefixCache(pool, self.checkpoints, config.prefix_cache)

@@ -43,11 +43,6 @@ class Checkpoints:
         self.kept: dict[Key, int] = {}
         self._copies: list[tuple[int, int]] = []
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """States (from, to) to be copied before the next pass, rings included."""
-        copies, self._copies = self._copies, []
-        return copies
-
     def fork(self, leader: int, sibling: int) -> None:
         """Let row ``sibling`` go on from the state of row ``leader``."""
         if self.on:
@@ -102,14 +97,16 @@ class Checkpoints:
         self.table.state_kept[rows] = at[found]
         return list(zip(rows.tolist(), at[found].tolist(), strict=True))
 
-    def move(self, step: Step) -> Array:
-        """[3, n] of the works of a pass: whose state, after how many tokens it is, and up to where
-        the pass moves it: over tokens that are committed, or that must be for the sequence to go
-        on; not in passes whose rows are drafts."""
+    def move(self, step: Step) -> None:
+        """Fill in ``moves`` [3, n] of the works of a pass: whose state, after how many tokens it
+        is, and up to where the pass moves it: over tokens that are committed, or that must be for
+        the sequence to go on; not in passes whose rows are drafts. ``copies``: states (from, to) to
+        be copied before it, rings included."""
         table, rows = self.table, step.rows
         at = table.state_at[rows]
         final = np.where(table.given[rows], step.ends, np.minimum(step.ends, table.length[rows]))
         to: Any = np.maximum(final // STATE_TILE * STATE_TILE, at)
         to = np.where(step.kinds == DRAFT, at, to)
         table.state_at[rows] = to
-        return np.stack([rows, at, to])
+        step.moves = np.stack([rows, at, to])
+        step.copies, self._copies = self._copies, []

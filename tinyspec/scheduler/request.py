@@ -220,11 +220,6 @@ class Sequence:
         self.pages = pages
         self.table.set_pages(self.row, pages)
 
-    def drop_drafts(self) -> None:
-        if self.table is not None:
-            self.num_drafts = 0
-            self.proposed = self.draft_ended = False
-
     def forbid_drafts(self, forbid: bool = True) -> None:
         """Verify the next tokens without drafts, or with drafts again; none are drafted while
         others wait for the prompt."""

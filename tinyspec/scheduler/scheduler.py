@@ -40,6 +40,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, admission: Admission, buckets: Buckets):
         self._verify = config.verify
+        self._waits = config.verify not in ("padded", "direct")  # drafts of the fast path
         self._free = config.draft_window is None
         self.admission = admission
         self.table: SequenceTable = admission.table
@@ -63,7 +64,8 @@ class Scheduler:
         if table.any("deterministic"):
             exact, asked = table.deterministic[rows], table.deterministic[prompts]
             others, found["plain"] = rows[exact], rows[~exact]
-            full = table.drafts_are_full(others)
+            full = (table.num_drafts[others] >= table.draft_limits(others)) | (not self._waits)
+            full |= table.proposed[others] | table.draft_ended[others]
             found |= {"drafting": others[~full], "verifying": others[full]}
             found |= {"exact_prompts": prompts[asked], "plain_prompts": prompts[~asked]}
         return found
@@ -97,27 +99,26 @@ class Scheduler:
     def _choose_bucket(self, step: Step, candidates: Candidates) -> None:
         """Its bucket, and the way that it is."""
         step.bucket = smallest = self.buckets.fit(step.num_rows)
-        everyone = len(step) == len(self.table)
-        self._left_out = step.canonical and not everyone and self._leaves_out(step, candidates)
+        self._left_out = False
+        if step.canonical and len(step) < len(self.table):
+            # Whether a sequence that should run in a fast pass has no row.
+            others = [candidates["plain"], candidates["drafting"]]
+            if self.buckets.canonical[-1] < self.buckets.largest:
+                others.append(candidates["plain_prompts"])
+            without = np.isin(np.concatenate(others), step.rows, invert=True)
+            self._left_out = bool(without.any())
         if step.canonical:  # also without a deterministic row: canonical pages may be shared
             step.bucket = self.buckets.fit_canonical(step.num_rows)
             step.way = DIRECT if step.bucket == smallest else PADDED
         elif len(candidates["drafting"]) and self.table.deterministic[step.rows].any():
             step.way = DRAFTING
 
-    def _leaves_out(self, step: Step, candidates: Candidates) -> bool:
-        """Whether a sequence that should run in a fast pass has no row."""
-        others = [candidates["plain"], candidates["drafting"]]
-        if self.buckets.canonical[-1] < self.buckets.largest:
-            others.append(candidates["plain_prompts"])
-        return bool(np.isin(np.concatenate(others), step.rows, invert=True).any())
-
     def _canonical_pays(self, candidates: Candidates) -> bool:
         """Whether the next pass should be a canonical one."""
         if not any(len(candidates[name]) for name in DETERMINISTIC):
             return False
         waiting = len(candidates["verifying"]) or len(candidates["exact_prompts"])
-        if waiting or self._verify in ("padded", "direct"):
+        if waiting or not self._waits:
             return True
         if self._verify == "always":
             return False
@@ -167,7 +168,7 @@ class Scheduler:
         if exact and not buckets.canonical:
             return 0
         accepted, best = min(accepted, SUREST), 0
-        waiting = int(table.draft_limits(decoding).max()) if table.waits else 0
+        waiting = int(table.draft_limits(decoding).max()) if self._waits else 0
         given = rows, exact, waiting, self.accepted(decoding), self._free
         if exact:  # what it costs without
             least = buckets.cheapest_way(buckets.canonical, *given)[0]
@@ -234,7 +235,9 @@ class Scheduler:
             rows, counts = rows[counts > 0], counts[counts > 0]
         elif not self.table.any("deterministic"):  # they are in order
             return rows, counts
-        order = self.table.by_priority(rows)
+        # Deterministic ones get pages first: who is preempted for pages has none yet.
+        table = self.table
+        order = np.lexsort((table.order[rows], table.priority[rows], ~table.deterministic[rows]))
         return rows[order], counts[order]
 
     def _grant(self, rows: Array, counts: Array, canonical: bool) -> Step:

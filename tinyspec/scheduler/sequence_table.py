@@ -107,7 +107,6 @@ class SequenceTable(Columns):
         self._any: dict[str, bool] = {}
         self.generations = 0
         self.is_ahead = False  # in a block of ``Step.ahead``
-        self.waits = True  # whether drafts of the fast path may wait
         annotated = {**Fixed.__annotations__, **Columns.__annotations__}
         self._columns = {name: KINDS[kind] for name, kind in annotated.items()}
         for name, kind in self._columns.items():
@@ -198,11 +197,6 @@ class SequenceTable(Columns):
         self.pages[row, count:before] = 0
         self.num_pages[row] = count
 
-    def by_priority(self, rows: Array) -> Array:
-        """Places of ``rows`` [n] in the order in which they get pages: deterministic before plain,
-        each in the order in which they would start: who is preempted for pages has none yet."""
-        return np.lexsort((self.order[rows], self.priority[rows], ~self.deterministic[rows]))
-
     def pending(self, rows: Array) -> Array:
         """[n]: committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
         return self.length[rows] - self.computed[rows]
@@ -220,11 +214,6 @@ class SequenceTable(Columns):
         """[n]: drafts that a sequence may have before a verify."""
         limits = np.minimum(self.window[rows], self.most[rows] - self.length[rows] - 1)
         return np.where(self.draft_free[rows], 0, limits)
-
-    def drafts_are_full(self, rows: Array) -> Array:
-        """[n] bool: whether no further draft may wait, or the drafter has ended them."""
-        ended = self.proposed[rows] | self.draft_ended[rows] | (not self.waits)
-        return ended | (self.num_drafts[rows] >= self.draft_limits(rows))
 
     def commit(self, rows: Array, counts: Array, tokens: Array) -> None:
         """Append the first ``counts`` [n] of ``tokens`` [n, W] to each of ``rows`` [n].
@@ -244,11 +233,6 @@ class SequenceTable(Columns):
         """[n] bool: which of ``tokens`` [n] end their sequences."""
         equal = self.stops[rows] == tokens[:, None]
         return equal[:, 0] if equal.shape[1] == 1 else equal.any(1)
-
-    def fills_page(self, rows: Array, page_size: int) -> Array:
-        """[n] bool: whether pages have filled up with final KV that the prefix cache has not
-        seen."""
-        return self.computed[rows] // page_size > self.indexed[rows]
 
     def draft(self, rows: Array, tokens: Array) -> None:
         """One more draft for each of ``rows`` [n]; none where the token is negative, which ends

@@ -209,12 +209,6 @@ class Step:
         found: Array = places[rows]
         return found
 
-    def fetch(self) -> None:
-        """Wait for the device. Raises what the pass raised."""
-        found = self.pending.fetch()
-        self.special = self.pending.results.special_results(*found[:2])
-        self.tokens, self.logprobs, self.prompt_logprobs, self.decisions = found
-
 
 def spread(firsts: Array, counts: Array) -> Array:
     """``firsts[n]`` and the numbers after it, ``counts[n]`` in all, for every n in turn."""
