@@ -144,7 +144,7 @@ class Assistant:
         longest, rows = runner.config.max_model_len or 0, table.rows
         rows = rows[(table.drafter[rows] == self._number) & (table.num_drafts[rows] == 0)]
         rows = rows[(table.length[rows] < longest) & ~table.has_embeds[rows]]
-        decoding = table.pending(rows) == 1
+        decoding = (table.pending(rows) == 1) & (table.unthought[rows] == 0)
         most = np.minimum(table.draft_limits(rows), longest - table.length[rows])
         most = np.where(decoding, np.maximum(most, 0), 0)
         if not (asking := int(np.count_nonzero(most))) or not (count := self._count(asking, most)):
