@@ -195,10 +195,9 @@ class Assistant:
         limits = np.where(fits, limits, np.minimum(limits, held * size - table.length[rows]))
         limits = np.maximum(limits, 0)
         tokens = table.length[rows] + limits
-        short = rows[(limits > 0) & (tokens > table.num_pages[rows] * size)]
-        grown = [table.sequences[row] for row in short.tolist()]
-        for sequence in grown:
-            end = sequence.length + int(limits[rows == sequence.row][0])
+        short = (limits > 0) & (tokens > table.num_pages[rows] * size)
+        grown = [table.sequences[row] for row in rows[short].tolist()]
+        for sequence, end in zip(grown, tokens[short].tolist(), strict=True):
             pool.grow(sequence.pages, end, sequence.most_tokens)
             sequence.set_pages(sequence.pages)
         if self._target.kernels.backend == "torch":
