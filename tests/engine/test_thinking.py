@@ -15,6 +15,7 @@ from tests.support.thinking import (
     END,
     NONE,
     all_bits,
+    backbone,
     engine_of,
     exact,
     params,
@@ -96,7 +97,7 @@ def test_whatever_passes_hold():
     """Passes smaller than a window, chunks in parts, chunks that fill no page."""
     model = thinking_model(chunk_size=6, max_thought_tokens=8)
     wanted = reference(model)
-    for settings in TIGHT:
+    for settings in [*TIGHT, {"verify": "always", "drafter": backbone("llama")}]:
         with engine_of(model, **settings) as engine:
             found = engine.generate(PROMPTS, params())
             assert [said(output) for output in found] == wanted, settings

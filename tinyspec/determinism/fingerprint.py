@@ -49,7 +49,6 @@ NAMES = (
     ("scheduler/sequence_table.py", "SequenceTable", "stops_at"),
     ("scheduler/checkpoints.py", "Checkpoints", "move"),
     ("scheduler/thoughts.py", "Thoughts", "end added"),
-    ("engine/packing.py", "", "samples"),
     ("engine/commit.py", "Committer", "_commit_newest _append_one_by_one _finish stops"),
     ("structured/grammars.py", "", "MOST_STATES"),
     ("structured/grammars.py", "Reader", "__init__ read next _sound"),

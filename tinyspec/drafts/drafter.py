@@ -10,10 +10,10 @@ from operator import index
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from tinyspec.errors import refuse
+from tinyspec.model.supported import recurrent_layers, vocab_size
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import PassRecord
@@ -90,27 +90,23 @@ class NgramDrafter:
             setattr(self, name, getattr(self, name) * REMEMBERS + more)
 
 
-class ModelDrafter:
-    """Greedy continuations by an assistant model with the same vocabulary."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-
-    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
-        proposals = []
-        for sequence in sequences:
-            ids = torch.tensor([list(sequence)], dtype=torch.int64, device=self.model.device)
-            mask = torch.ones_like(ids)
-            out = self.model.generate(  # type: ignore[operator]
-                input_ids=ids, attention_mask=mask, max_new_tokens=n, do_sample=False
-            )
-            proposals.append(out[0, len(sequence) :].tolist())
-        return proposals
+def assistant_refusal(model: PreTrainedModel, served: PreTrainedModel) -> str | None:
+    """What ``model`` has that keeps it from drafting for ``served`` on its pages, or None."""
+    own, needed = vocab_size(model), vocab_size(served)
+    if own < needed:
+        return f"a vocabulary of {own} tokens, and the served model one of {needed}"
+    if model.device != served.device:
+        return f"its weights on {model.device}, and the served model on {served.device}"
+    if recurrent_layers(model):
+        return "recurrent layers, whose states no page holds"
+    return None
 
 
-def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -> Drafter | None:
-    """The drafter that ``choice`` names (as ``EngineConfig.drafter``), for the model ``served``;
-    None: drafts are decode rows on the fast path.
+def make_drafter(
+    choice: Any, served: PreTrainedModel, field: str = "drafter"
+) -> Drafter | PreTrainedModel | None:
+    """The drafter that ``choice`` names (as ``EngineConfig.drafter``), for the model ``served``: an
+    assistant model is its own; None: drafts are decode rows on the fast path.
 
     Raises ValueError naming ``field``.
     """
@@ -121,7 +117,9 @@ def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -
     if choice == "ngram":
         return NgramDrafter()
     if isinstance(choice, PreTrainedModel):
-        return ModelDrafter(choice)
+        if (reason := assistant_refusal(choice, served)) is not None:
+            raise refuse(field, type(choice).__name__, f"another model: this one has {reason}")
+        return choice
     if isinstance(choice, Drafter):
         return choice
     raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')

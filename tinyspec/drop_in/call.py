@@ -270,7 +270,7 @@ class Call:
         """The token that fills up completions after their end."""
         return next((p.pad for p in self.prepared if p.pad is not None), 0)
 
-    def drafter(self) -> Drafter | None:
+    def drafter(self) -> Drafter | PreTrainedModel | None:
         """The drafter that the call asks for, if it does."""
         assistant = self.arguments.get("assistant_model")
         if assistant is self._model:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from tinyspec.drafts.drafter import Drafter
 from tinyspec.drop_in.call import Call
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOW = "with processors or criteria for all rows, which may also be a list for each prompt"
 
 
-def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
+def run(engine: Engine, call: Call, drafter: Drafter | PreTrainedModel | None) -> list[Sequence]:
     """The sequences of ``call``, run to their end; none where it has become unserved. Raises what a
     processor or a criterion raised."""
     wide = wide_rows(call)
@@ -71,7 +71,10 @@ def run(engine: Engine, call: Call, drafter: Drafter | None) -> list[Sequence]:
 
 
 def new_requests(
-    engine: Engine, call: Call, drafter: Drafter | None, wide: WideRows | None = None
+    engine: Engine,
+    call: Call,
+    drafter: Drafter | PreTrainedModel | None,
+    wide: WideRows | None = None,
 ) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once; none where ``wide``
     rows do not all fit. drafter: theirs."""

@@ -18,7 +18,7 @@ from transformers.generation import (
     WatermarkLogitsProcessor,
 )
 
-from tinyspec.model.supported import vocab_size
+from tinyspec.drafts.drafter import assistant_refusal
 
 # Arguments that tinyspec adds to those of transformers.
 ADDED_ARGUMENTS = ("seed", "deterministic")
@@ -91,8 +91,9 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         if isinstance(processor, UNSERVED_PROCESSORS):
             yield f"a {type(processor).__name__} in logits_processor"
     assistant = arguments.get("assistant_model")
-    if isinstance(assistant, PreTrainedModel) and vocab_size(assistant) != vocab_size(model):
-        yield "an assistant_model with another vocabulary"
+    if isinstance(assistant, PreTrainedModel) and assistant is not model:
+        has = assistant_refusal(assistant, model)
+        yield from () if has is None else (f"an assistant_model that has {has}",)
     known = {*vars(model.generation_config), *_KNOWN_ARGUMENTS}
     yield from (name for name in arguments if name not in known)
 

@@ -30,15 +30,17 @@ from tinyspec.text.stop_strings import FEW, decoded, first_stop, reach
 class Committer:
     """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts.
 
-    record: of the latest pass, which counts what is committed. looked_up: its accepted tokens that
-    drafters proposed, by the drafter. ended: sequences that finished, and were not taken.
+    record: of the latest pass, which counts what is committed. accepted, rejected: of its drafts,
+    and of its sequences with a wrong one, by the drafter that proposed them, 0 for the fast path.
+    ended: sequences that finished, and were not taken.
     """
 
     admission: Admission
     tokenizer: Any
     runner: ModelRunner
     record: TokenCounts = field(default_factory=TokenCounts)
-    looked_up: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    rejected: Counter[int] = field(default_factory=Counter)
     ended: list[Sequence] = field(default_factory=list)
     _raised: BaseException | None = None
 
@@ -58,7 +60,7 @@ class Committer:
         Raises what a criterion raised but Exceptions.
         """
         table, rows = self.table, step.rows
-        self.record, self.looked_up = step.record, Counter()
+        self.record, self.accepted, self.rejected = step.record, Counter(), Counter()
         ends = self._good_ends(step)
         alive = step.alive
         for result in step.special.values():
@@ -152,10 +154,11 @@ class Committer:
         record.accepted += int(accepted.sum())
         record.rolled_back += int(dropped.sum())
         record.rollbacks += int((dropped > 0).sum())
-        if table.any("drafter"):
-            looked = zip(table.drafter[rows].tolist(), accepted * table.proposed[rows], strict=True)
-            for number, count in looked:
-                self.looked_up[number] += int(count)
+        drafters = np.where(table.proposed[rows], table.drafter[rows], 0)
+        for number in set(drafters.tolist()):
+            own = drafters == number
+            self.accepted[number] += int(accepted[own].sum())
+            self.rejected[number] += int(np.count_nonzero(dropped[own]))
         self._finish(rows, ended)
         unfinished = table.generation_id[rows] > 0
         # The newest draft was not known to be none when the decision was made.

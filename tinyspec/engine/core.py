@@ -11,15 +11,18 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from tinyspec.config import EngineConfig
+from tinyspec.drafts.assistant import Assistant
 from tinyspec.drafts.drafter import Drafter, NgramDrafter, proposals
 from tinyspec.engine.commit import Committer
-from tinyspec.engine.packing import decisions, pack
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
 from tinyspec.model.torch_settings import moved, moves, pin_process
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.model_runner import ModelRunner
+from tinyspec.runner.packing import decisions, pack
 from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import PassRecord
@@ -28,6 +31,7 @@ from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import Step
 from tinyspec.thinking.chunks import think
+from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
 
 # Records of passes that are kept without a trace.
@@ -54,13 +58,14 @@ class EngineCore:
         self.scheduler = Scheduler(config, admission, runner.buckets)
         self.sampler = Sampler(runner.kernels)
         self.committer = Committer(admission, tokenizer, runner)
+        self.assistant = Assistant(config, runner, admission, self.scheduler, self.sampler)
         kept = PASSES_KEPT if config.trace is True else int(config.trace)
         self.records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
         self.trace = Trace(self.records, tokenizer) if kept else None
         self._overlap = config.overlap
         self._under_way: Step | None = None
         self._proposed = 0
-        # Of the latest ``propose``: each drafter, its drafts, and seconds that they took.
+        # Of the latest ``propose``: each drafter but models, its drafts, and seconds they took.
         self._asked: dict[int, tuple[Drafter, int, float]] = {}
 
     def propose(self) -> None:
@@ -68,18 +73,26 @@ class EngineCore:
         request's drafter proposes, unless the step's pass is under way. Plain sequences get drafts
         from a real drafter only, not from the fast path."""
         began, table, rows = time.perf_counter(), self.table, self.table.rows
-        self._asked = {}
+        self._asked, self.scheduler.chosen = {}, 0
         if self._is_under_way:
             return
+        models: dict[int, PreTrainedModel] = {}
         if table.any("drafter"):
             users = dict(zip(table.drafter[rows].tolist(), rows.tolist(), strict=True))
             drafters = ((n, table.sequences[row].request.drafter) for n, row in users.items() if n)
-            self._asked = {number: (drafter, 0, 0.0) for number, drafter in drafters}
+            for number, drafter in drafters:
+                if isinstance(drafter, PreTrainedModel):
+                    models[number] = drafter
+                else:
+                    self._asked[number] = drafter, 0, 0.0
         asks = {
             number: drafter
             for number, (drafter, *_) in self._asked.items()
             if not (isinstance(drafter, NgramDrafter) and drafter.pauses)
         }
+        if models:
+            self.scheduler.chosen = self.assistant.draft(models)
+            self._proposed += self.scheduler.chosen
         if not (asks or table.any("given")):
             return
         rows = rows[table.num_drafts[rows] == 0]
@@ -188,9 +201,12 @@ class EngineCore:
             charged = min(seconds, of_process) if self.runner.device.type == "cpu" else seconds
             settled = step.settled and (self._under_way is None or self._under_way.settled)
             self.scheduler.buckets.ran(step.bucket, step.canonical, charged, settled)
+            accepted, rejected = self.committer.accepted, self.committer.rejected
+            self.scheduler.observe(accepted[0], rejected[0])
+            self.assistant.observe(accepted, rejected)
             for number, (drafter, proposed, asking) in self._asked.items():
                 if isinstance(drafter, NgramDrafter):
-                    counts = proposed, self.committer.looked_up[number]
+                    counts = proposed, accepted[number]
                     drafter.account(step.record, *counts, self.scheduler.buckets, asking)
         if self.trace is not None:
             self.trace.after(step, before, self.committer.ended)
@@ -201,7 +217,6 @@ class EngineCore:
         self._proposed = 0
         self.records.append(record)
         self.stats.add(record)
-        self.scheduler.observe(record.accepted, record.rollbacks)
 
     @property
     def _is_under_way(self) -> bool:
@@ -232,7 +247,13 @@ class EngineCore:
         return self.launch(after)
 
     def _pack(self, step: Step, before: Step | None = None) -> Step:
-        return pack(step, before, self.admission, self.runner, self.thinker is not None)
+        pack(step, before, self.admission, self.runner)
+        if self.thinker is not None and step.error is None:
+            try:
+                step.thinking = ThinkingRows.of(step, self.runner.device)
+            except Exception as error:
+                step.error = error
+        return step
 
     def launch(self, step: Step) -> Step:
         """Start a pass that is packed."""

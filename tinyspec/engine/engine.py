@@ -28,7 +28,6 @@ from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.model.wrappers import autocast_of
 from tinyspec.outputs import RequestOutput
-from tinyspec.runner.kv_cache import most_pages
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
 from tinyspec.sampling_params import SamplingParams
@@ -97,13 +96,15 @@ class Engine:
         buckets = Buckets(config.max_rows, config.reference_rows, sizes, one_list=device == "cpu")
         self.pool = pool = PagePool(1, config.page_size)
         self.admission = admission = Admission(config, pool)
-        self._states = admission.checkpoints.count, admission.checkpoints.ring
-        if not self._grows:
-            pool.resize(most_pages(config, served, self._states))
-        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config, self._states)
+        states = admission.checkpoints.count, admission.checkpoints.ring
+        self.runner = runner = ModelRunner(served, pool, kernels, buckets, config, states)
         admission.checkpoints.on = bool(served.recurrent)
         check_parity(served, runner)
         self.core = EngineCore(config, admission, runner, tokenizer, self._thinker)
+        if isinstance(drafter, PreTrainedModel):
+            self.core.assistant.serve(drafter)
+        if not self._grows:
+            pool.resize(runner.most_pages())
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.driver = self.tracker.driver
@@ -155,6 +156,7 @@ class Engine:
                 self.tracker.close()
                 self.core.drain()
                 self.runner.release()
+                self.core.assistant.release()
                 self.served.outline.release()
 
     def _refuse_unfinished(self, what: str) -> None:
@@ -233,7 +235,7 @@ class Engine:
     def _reserve(self, num_pages: int) -> None:
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
-            most = most_pages(self.config, self.served, self._states, self.runner.pages_taken)
+            most = self.runner.most_pages(self.runner.pages_taken)
             if (pages := min(max(num_pages, there + there // 4), most)) > there:
                 self.core.drain()
                 self._give_back(pages)
@@ -396,5 +398,5 @@ class Engine:
         if num_pages:
             self._reserve(num_pages + self.pool.num_held)  # by calls of other threads
         elif not (self._grows or self.runner.holds_memory or self.tracker.requests):
-            self.pool.resize(most_pages(self.config, self.served, self._states))
+            self.pool.resize(self.runner.most_pages())
         return self._inputs

@@ -56,7 +56,7 @@ class InputProcessor:
     config: EngineConfig
     pool: PagePool
     thinker: Thinker | None = None
-    drafter: Drafter | None = None
+    drafter: Drafter | PreTrainedModel | None = None
 
     def __post_init__(self) -> None:
         hints = {EngineConfig: "did you mean config=?", str: "AutoTokenizer loads one"}

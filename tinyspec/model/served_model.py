@@ -80,6 +80,12 @@ class ServedModel:
         self._apart: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._own = self._attributes()
 
+    def let_go(self) -> None:
+        """Keep nothing of the user's model but its tensors: no change of it is followed any
+        more."""
+        self.outline.release()
+        del self.user, self.outline, self._shadow
+
     def swap(self, made: Mapping[nn.Module, nn.Module]) -> None:
         """Let modules stand in for those by which they are found, wherever these are."""
         for parent in list(self.model.modules()):

@@ -94,10 +94,11 @@ class Batch:
 class PassMemory:
     """Where all passes of one engine lie, one after the other. fixed: whether passes of one shape
     launch the same whatever they hold, as the Triton kernels' do. kept: as of AttentionMetadata.
-    ring: places of a sequence's ring, where the model has recurrent layers; else 0.
+    ring: places of a sequence's ring, where the model has recurrent layers; else 0. shares: whether
+    rows on shared pages write there what others would, instead of running for their logits only.
     """
 
-    ring = 0
+    ring, shares = 0, False
 
     def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
@@ -152,8 +153,8 @@ class PassMemory:
         tokens[:total], positions[:total] = table.ids[row, position], position
         page, offset = np.divmod(position, self._page_size)
         slots[:total] = table.pages[row, page] * np.int64(self._page_size) + offset
-        # Rows on shared pages run for their logits only.
-        slots[:total][position < table.frozen[row]] = -1
+        if not self.shares:
+            slots[:total][position < table.frozen[row]] = -1
         slots[total:] = -1
         sources[:] = np.arange(bucket)
         if newest is not None:

@@ -48,7 +48,11 @@ class KVCache:
     For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
     their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
     Triton kernels need, and take their memory at once. written: pages up to the last that was.
+    beside: of a second model, on pages of the same numbers: what is zeroed and copied here is
+    there, too.
     """
+
+    beside: KVCache | None = None
 
     def __init__(
         self,
@@ -104,12 +108,16 @@ class KVCache:
         states = (part for layer in self.states for part in layer)
         return tuple(pool.data_ptr() for pool in (*self.pools, *states))
 
+    @property
+    def _all_pools(self) -> tuple[Tensor, ...]:
+        return self.pools if self.beside is None else (*self.pools, *self.beside.pools)
+
     def zero(self, pages: list[int]) -> None:
         """Zero whole pages."""
         if pages:
             self.written = max(self.written, max(pages) + 1)
             index = to_device(np.array(pages, np.int64), self._device)
-            for pool in self.pools:
+            for pool in self._all_pools:
                 pool.index_fill_(0, index, 0)
 
     def copy_states(self, copies: list[tuple[int, int]]) -> None:
@@ -124,12 +132,12 @@ class KVCache:
         assert len(pages) == -(-tokens // self.page_size), (pages, tokens)
         offset = tokens % self.page_size
         if offset:
-            for pool in self.pools:
+            for pool in self._all_pools:
                 pool[pages[-1], offset:].zero_()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
-        for pool in self.pools:
+        for pool in self._all_pools:
             pool[target].copy_(pool[source])
 
 
@@ -161,18 +169,23 @@ def keep_freed_memory() -> bool:
 
 
 def most_pages(
-    config: EngineConfig, served: ServedModel, states: tuple[int, int], held: int = 0
+    config: EngineConfig,
+    served: ServedModel,
+    states: tuple[int, int],
+    held: int = 0,
+    beside: ServedModel | None = None,
 ) -> int:
     """``config.num_pages``, or what fits beside the model and max_sequences could use.
 
     states: of recurrent layers, and places of their rings, which take memory beside. held: pages
-    whose memory the pool has taken already; it counts as free, as theirs does then. Raises
-    ValueError if no page fits, or not as many as configured.
+    whose memory the pool has taken already; it counts as free, as theirs does then. beside: a
+    second model on the same pages. Raises ValueError if no page fits, or not as many as configured.
     """
     assert config.page_size and config.max_model_len
     device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
     # Of a model without attention pages are numbers.
-    page = max(KVCache.page_bytes(served, config.page_size, dtype), 1)
+    models = (served,) if beside is None else (served, beside)
+    page = max(sum(KVCache.page_bytes(one, config.page_size, dtype) for one in models), 1)
     there = free_memory(device)
     # A CPU's memory is taken when it is written.
     if served.recurrent and device.type != "cpu" and not held:

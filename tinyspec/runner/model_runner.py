@@ -20,7 +20,13 @@ from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch, PassMemory
 from tinyspec.runner.graphs import PassGraphs
-from tinyspec.runner.kv_cache import KVCache, dtype_of, free_memory, keep_freed_memory
+from tinyspec.runner.kv_cache import (
+    KVCache,
+    dtype_of,
+    free_memory,
+    keep_freed_memory,
+    most_pages,
+)
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.step import Step
@@ -34,8 +40,10 @@ class ModelRunner:
     served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
     graphs: of passes by the Triton kernels, which run at fixed addresses. prepacked: copies of
     weights, for passes on the engine's own pages. states: how many sequences have states of
-    recurrent layers, and places of their rings.
+    recurrent layers, and places of their rings. beside: a second model on the same pages.
     """
+
+    beside: ServedModel | None = None
 
     def __init__(
         self,
@@ -122,6 +130,10 @@ class ModelRunner:
         """Whether the KV pool is allocated."""
         return self._cache is not None
 
+    def most_pages(self, held: int = 0) -> int:
+        """As ``most_pages`` of ``kv_cache``, for its model and that beside it."""
+        return most_pages(self.config, self.served, self._states, held, self.beside)
+
     @property
     def pages_taken(self) -> int:
         """How many pages' memory the KV pool has taken; a CPU's is taken when it is written."""
@@ -163,7 +175,7 @@ class ModelRunner:
 
         def forward() -> Tensor:
             batch, keep = self.memory.batch(step)
-            self._context.prepacked = self.prepacked
+            self.use_prepacked()
             return self.forward(batch, keep, shape.canonical, hooks)
 
         if step.embeds or hooks is not None or self.kernels.backend == "torch":
@@ -175,6 +187,10 @@ class ModelRunner:
         if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()
         return logits[: step.num_logits]
+
+    def use_prepacked(self) -> None:
+        """Let the linears of the next pass use the weights that are prepacked."""
+        self._context.prepacked = self.prepacked
 
     def forward(
         self, batch: Batch, keep: Tensor | None, canonical: bool, hooks: Hooks | None = None

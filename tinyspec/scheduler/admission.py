@@ -40,8 +40,7 @@ class Admission:
         self.table = SequenceTable(config.max_sequences)
         self.waiting: list[Sequence] = []
         self._max_sequences = config.max_sequences
-        never = config.verify in ("padded", "direct")
-        self._window = 0 if never else config.draft_window or MOST_DRAFTS
+        self._window = config.draft_window or MOST_DRAFTS
         self.checkpoints = Checkpoints(self.table, pool.page_size, self._window)
         self.prefix = PrefixCache(pool, self.checkpoints, config.prefix_cache)
         self.stats = EngineStats()
@@ -87,6 +86,7 @@ class Admission:
         pages, copy = self.pool.fork(leader.pages, leader.computed)
         sibling.set_pages(pages)
         sibling.computed, sibling.canonical = leader.computed, leader.canonical
+        self.table.seen[sibling.row] = self.table.seen[leader.row]
         self.checkpoints.fork(leader.row, sibling.row)
         self._count_cached(sibling)
         return copy

@@ -163,9 +163,9 @@ class Buckets:
         self.wanted = rows, drafting, most
         if rows <= self.canonical[-1] and self.is_canonical(self.fit(rows)):
             return 0  # nothing to verify
-        return self._cheapest_way(self.canonical, rows, drafting, most, accepted, free)[1]
+        return self.cheapest_way(self.canonical, rows, drafting, most, accepted, free)[1]
 
-    def _cheapest_way(
+    def cheapest_way(
         self,
         canonical: list[int],
         rows: int,
@@ -176,7 +176,7 @@ class Buckets:
     ) -> tuple[float, int]:
         """Seconds for a committed token, and the window, were these buckets canonical."""
         capacity, plain = canonical[-1], rows - drafting
-        ways = [(self._canonical_cost(canonical, rows) / rows, 0)]
+        ways = [(self.canonical_cost(canonical, rows) / rows, 0)]
         if not most or not drafting:
             return ways[0]
         if rows > capacity:
@@ -188,13 +188,13 @@ class Buckets:
         fast = self.seconds(self.fit(rows))
         for window in windows:
             verified = drafting * (window + 1) + plain
-            cost = window * fast + self._canonical_cost(canonical, verified)
+            cost = window * fast + self.canonical_cost(canonical, verified)
             passes = window + -(-verified // capacity)
             each = (1 - accepted ** (window + 1)) / (1 - accepted)
             ways.append((cost / (drafting * each + plain * passes), window))
         return min(ways)
 
-    def _canonical_cost(self, canonical: list[int], rows: int) -> float:
+    def canonical_cost(self, canonical: list[int], rows: int) -> float:
         """Seconds of the canonical passes that hold ``rows`` rows."""
         whole, rest = divmod(rows, canonical[-1])
         cost = whole * self.seconds(canonical[-1], True)
@@ -209,8 +209,8 @@ class Buckets:
         (rows, drafting, most), self.wanted = self.wanted, (0, 0, 0)
         if not rows or not self.canonical:
             return None
-        now, _ = self._cheapest_way(self.canonical, rows, drafting, most, accepted)
-        then, window = self._cheapest_way(self.sizes, rows, drafting, most, accepted)
+        now, _ = self.cheapest_way(self.canonical, rows, drafting, most, accepted)
+        then, window = self.cheapest_way(self.sizes, rows, drafting, most, accepted)
         verified = min(rows + drafting * window, self.sizes[-1])
         size = self._cheapest(self.sizes, verified if drafting else 1, verified)
         return size, (now - then) * min(rows, self.canonical[-1])

@@ -14,12 +14,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
+import numpy as np
+
+from tinyspec.scheduler.sequence_table import Array
+
 # Most consecutive pages to reserve, and how many pages are looked at in search of them.
 LONGEST_RUN = 64
 
 
 class PagePool:
-    """``num_pages`` pages of ``page_size`` tokens, ``num_held`` of them owned."""
+    """``num_pages`` pages of ``page_size`` tokens, ``num_held`` of them owned.
+
+    seen [num_pages] bool: those whose tokens an assistant has read, all of them.
+    """
 
     def __init__(self, num_pages: int, page_size: int):
         self.page_size = page_size
@@ -37,6 +44,7 @@ class PagePool:
         assert not (self.cached or self.num_held)
         self.num_pages, self._owners = num_pages, [0] * num_pages
         self.free_pages, self._fresh = list(range(num_pages)), list[int]()
+        self.seen: Array = np.zeros(num_pages, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -60,6 +68,7 @@ class PagePool:
             assert self._owners[page] == 0
             self._own(page)
             self._fresh.append(page)
+            self.seen[page] = False
             pages.append(page)
 
     def _own(self, page: int) -> None:

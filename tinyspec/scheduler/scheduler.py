@@ -33,16 +33,21 @@ DETERMINISTIC = ("drafting", "verifying", "exact_prompts")
 
 
 class Scheduler:
-    """Plans one pass after the other for the sequences that ``admission`` lets run."""
+    """Plans one pass after the other for the sequences that ``admission`` lets run.
+
+    chosen: drafts whose number ``how_many`` has chosen; the next canonical pass has room for them.
+    """
 
     def __init__(self, config: EngineConfig, admission: Admission, buckets: Buckets):
         self._verify = config.verify
+        self._waits = config.verify not in ("padded", "direct")  # drafts of the fast path
         self._free = config.draft_window is None
         self.admission = admission
         self.table: SequenceTable = admission.table
         self.buckets = buckets
         self._verified = BEGINS
         self._left_out = False
+        self.chosen = 0
 
     def _candidates(self) -> Candidates:
         table, rows = self.table, self.admission.eligible()
@@ -59,7 +64,7 @@ class Scheduler:
         if table.any("deterministic"):
             exact, asked = table.deterministic[rows], table.deterministic[prompts]
             others, found["plain"] = rows[exact], rows[~exact]
-            full = table.num_drafts[others] >= table.draft_limits(others)
+            full = (table.num_drafts[others] >= table.draft_limits(others)) | (not self._waits)
             full |= table.proposed[others] | table.draft_ended[others]
             found |= {"drafting": others[~full], "verifying": others[full]}
             found |= {"exact_prompts": prompts[asked], "plain_prompts": prompts[~asked]}
@@ -113,7 +118,7 @@ class Scheduler:
         if not any(len(candidates[name]) for name in DETERMINISTIC):
             return False
         waiting = len(candidates["verifying"]) or len(candidates["exact_prompts"])
-        if waiting or self._verify in ("padded", "direct"):
+        if waiting or not self._waits:
             return True
         if self._verify == "always":
             return False
@@ -144,13 +149,42 @@ class Scheduler:
         self._verified = good * part, bad * part
 
     def accepted(self, drafting: Array = NONE) -> float:
-        """Chance that a draft of these sequences is accepted, if those before it were: what theirs
-        were, beside some of all requests'."""
+        """Chance that a draft of the fast path is accepted, if those before it were: what those of
+        these sequences were, where no drafter has proposed any, beside some of all requests'."""
         table, (good, bad) = self.table, self._verified
+        drafting = drafting[table.drafter[drafting] == 0]
         part = min(1.0, sum(BEGINS) / (good + bad))
         good = good * part + int(table.accepted[drafting].sum())
         bad = bad * part + int(table.rollbacks[drafting].sum())
         return min(good / (good + bad), SUREST)
+
+    def how_many(self, asking: int, most: int, accepted: float, seconds: float) -> int:
+        """How many drafts should be proposed to each of ``asking`` sequences that decode, so that a
+        token costs least; 0 where none pay. most: that each may have. accepted: chance that one is,
+        if those before it were. seconds: that one for each of them takes."""
+        table, buckets = self.table, self.buckets
+        decoding = table.rows[table.pending(table.rows) == 1]
+        rows, exact = len(decoding), int(np.count_nonzero(table.deterministic[decoding]))
+        if exact and not buckets.canonical:
+            return 0
+        accepted, best = min(accepted, SUREST), 0
+        waiting = int(table.draft_limits(decoding).max()) if self._waits else 0
+        given = rows, exact, waiting, self.accepted(decoding), self._free
+        if exact:  # what it costs without
+            least = buckets.cheapest_way(buckets.canonical, *given)[0]
+        else:
+            least = buckets.seconds(buckets.fit(rows)) / rows
+        for count in range(1, most + 1):
+            if (verified := rows + asking * count) > buckets.largest:
+                break
+            if exact:
+                cost = buckets.canonical_cost(buckets.canonical, verified)
+            else:
+                cost = buckets.seconds(buckets.fit(verified))
+            tokens = rows - asking + asking * (1 - accepted ** (count + 1)) / (1 - accepted)
+            if (each := (cost + count * seconds) / tokens) < least:
+                least, best = each, count
+        return best
 
     def _canonical(self, candidates: Candidates) -> tuple[Array, Array]:
         """One row for every decoding sequence, then drafts to verify, then prompts; rows of the
@@ -162,7 +196,7 @@ class Scheduler:
         decoding = decoding[: capacity - min(pending, capacity // 2)]
         # The bucket is chosen for all that waits; a smaller one may be cheaper, but must hold a
         # row of the prompts.
-        least = len(decoding) + min(pending, 1)
+        least = min(len(decoding) + self.chosen + min(pending, 1), capacity)
         drafts = self.table.num_drafts[decoding]
         wanted = len(decoding) + int(drafts.sum()) + pending
         room = self.buckets.cheapest(least, wanted) - len(decoding)

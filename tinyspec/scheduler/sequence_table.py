@@ -61,7 +61,8 @@ class Columns(Fixed):
     must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
     num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
     KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
-    rollbacks, verify_passes: counts since they were last added to its statistics. unthought: chunks
+    rollbacks, verify_passes: counts since they were last added to its statistics. seen: leading
+    positions that an assistant has KV of, drafts included while they wait. unthought: chunks
     of the prompt without a thought. reach: positions that may run before more are thought about.
     state_at, state_kept: tokens after which its recurrent state is, and its last one that the
     prefix cache keeps was.
@@ -82,6 +83,7 @@ class Columns(Fixed):
     rolled_back: Counts
     rollbacks: Counts
     verify_passes: Counts
+    seen: Counts
     unthought: Counts
     reach: Counts
     state_at: Counts
@@ -209,7 +211,7 @@ class SequenceTable(Columns):
         return counts
 
     def draft_limits(self, rows: Array) -> Array:
-        """[n]: drafts that may wait before a verify."""
+        """[n]: drafts that a sequence may have before a verify."""
         limits = np.minimum(self.window[rows], self.most[rows] - self.length[rows] - 1)
         return np.where(self.draft_free[rows], 0, limits)
 
@@ -251,6 +253,8 @@ class SequenceTable(Columns):
         if self.any("deterministic"):
             canonical = np.where(self.deterministic[rows], computed, canonical)
         self.canonical[rows] = canonical
+        if self.any("drafter"):  # what was read behind it was a draft, and is none
+            self.seen[rows] = np.minimum(self.seen[rows], computed)
 
     def advance(self, rows: Array, ends: Array, canonical: bool) -> None:
         """Positions up to ``ends`` [n] have run; drafts among them are not final."""

@@ -35,7 +35,7 @@ class Step:
     are among all. cu_rows [n]: rows up to the end of each. num_rows, num_tokens: of all. single:
     whether each is one row, which yields a token, as while all sequences decode.
 
-    **Packed** (``engine/packing.py``, ``runner/batch.py``). record: what is kept of it. verifies
+    **Packed** (``runner/packing.py``, ``runner/batch.py``). record: what is kept of it. verifies
     [n] bool: whose drafts are compared with what is sampled. leads: whether siblings may wait for
     a prompt that it computes. siblings: (work of the leader, sequence) of those that may start;
     their tokens follow all others. unscored: (work, position, next token) of prompt rows whose

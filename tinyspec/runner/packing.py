@@ -18,16 +18,12 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import Step, spread
-from tinyspec.thinking.taps import ThinkingRows
 
 
-def pack(
-    step: Step, before: Step | None, admission: Admission, runner: ModelRunner, thinks: bool
-) -> Step:
+def pack(step: Step, before: Step | None, admission: Admission, runner: ModelRunner) -> Step:
     """Fill in what the device is told of ``step``; what goes wrong here is its ``error``.
 
-    before: a pass whose results are not in, as if it were committed (``Step.ahead``). thinks:
-    whether prompts may be thought about.
+    before: a pass whose results are not in, as if it were committed (``Step.ahead``).
     """
     table, rows = step.table, step.rows
     step.begin_record(len(admission.waiting), admission.pool.num_held)
@@ -45,7 +41,6 @@ def pack(
         step.before, step.samples = before, samples(step)
         step.fresh = admission.pool.take_fresh()
         _draw_up(step, before, runner)
-        step.thinking = ThinkingRows.of(step, runner.device) if thinks else None
     except Exception as error:
         step.error = error
     return step

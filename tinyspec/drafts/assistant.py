@@ -1,0 +1,289 @@
+"""Drafts by an assistant model, which the engine serves beside its own, on pages of the same
+numbers.
+
+A draft is drawn as the target's token will be: by its rule for logits and with its noise, from the
+assistant's logits; so both agree where the two distributions do, sampled ones too. No bit depends
+on it: the token is the target's, whatever was drafted. What the assistant has read is a column of
+the sequence table and a flag of each page; whoever it has not read to the end gets no drafts, and
+nobody waits. Knows no user and no commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tinyspec.config import EngineConfig
+from tinyspec.errors import named
+from tinyspec.model.install import install
+from tinyspec.model.quantized import trace
+from tinyspec.model.supported import max_positions
+from tinyspec.runner.model_runner import ModelRunner
+from tinyspec.runner.packing import samples
+from tinyspec.runner.sampler import NOT_FINITE, Sampler
+from tinyspec.scheduler.admission import Admission
+from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.passes import PROMPT
+from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.step import Step
+
+logger = logging.getLogger("tinyspec")
+# Rows before a pass for sequences that it has not read to the end, beside one for each sequence.
+CATCH_UP = 256
+# Before costs and acceptance are known: drafts of a sequence, in so many passes.
+TRIAL, TRIALS = 4, 3
+# Passes without drafts before another trial: at first, doubled whenever one did not pay, at most.
+PAUSE, LONGEST_PAUSE = 32, 4096
+# Drafts accepted and sequences with a wrong one that it begins with, and how many are remembered.
+BEGINS, REMEMBERED = (3.0, 1.0), 200.0
+CLOCKS = time.perf_counter, time.process_time
+
+
+class Assistant:
+    """The assistant of one engine: one model at a time, for the sequences of its requests.
+
+    target: runs the engine's own model. Another model takes its place once no sequence of the
+    present one runs. Held weakly: it is gone with the user's model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: ModelRunner,
+        admission: Admission,
+        scheduler: Scheduler,
+        sampler: Sampler,
+    ):
+        self._target, self._scheduler, self._sampler = target, scheduler, sampler
+        self._admission, self._table, self._pool = admission, admission.table, admission.pool
+        self._always = config.verify == "always" and (config.draft_window or TRIAL)
+        self._runner: ModelRunner | None = None
+        self._model: ref[PreTrainedModel] | None = None
+        self._tensors: list[tuple[int, ...]] = []
+        self._number = self._drawn = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is known of how it does, and nothing was told."""
+        self._verified = BEGINS
+        self._trials, self._pause, self._pausing, self._told = TRIALS, PAUSE, 0, False
+
+    def release(self, of: ref[PreTrainedModel] | None = None) -> None:
+        """Hold no model any more; of: unless it is another than this."""
+        if of is None or of is self._model:
+            self._runner = self._model = self._target.beside = None
+            if self._target.holds_memory:
+                self._target.cache.beside = None
+
+    def serve(self, model: PreTrainedModel) -> None:
+        """Draft by this model from now on. Raises what keeps it from being served."""
+        self.release()
+        # As it is now it is not tried again.
+        self._model, self._tensors = ref(model, self.release), _tensors(model)
+        self._begin()
+        target = self._target
+        assert target.config.max_model_len and target.config.max_rows
+        positions = min(target.config.max_model_len, max_positions(model))
+        config = replace(target.config, max_model_len=positions, cuda_graphs=False)
+        served = install(model, config, None, target.served.autocast.dtype)
+        served.let_go()
+        buckets = Buckets(target.config.max_rows, target.buckets.reference)
+        self._runner = ModelRunner(served, self._pool, target.kernels, buckets, config)
+        self._runner.memory.shares, self._runner.prepacked = True, target.prepacked
+        target.beside = served
+
+    def observe(self, accepted: Mapping[int, int], rejected: Mapping[int, int]) -> None:
+        """A pass verified drafts: by drafter, how many were accepted, and how many sequences had
+        one that was not."""
+        more = accepted.get(self._number, 0), rejected.get(self._number, 0)
+        if any(more):
+            good, bad = (a + b for a, b in zip(self._verified, more, strict=True))
+            part = min(1.0, REMEMBERED / (good + bad))
+            self._verified = good * part, bad * part
+            self._trials -= self._trials > 0
+
+    def draft(self, models: dict[int, PreTrainedModel]) -> int:
+        """Before a pass: draft for sequences of one of ``models``, by their numbers in the table;
+        how many drafts there are. An assistant that fails is told of once, and ends no request."""
+        present = None if self._model is None else self._model()
+        if self._number not in models or models[self._number] is not present:
+            self._number = next(iter(models))
+        model, self._drawn = models[self._number], 0
+        try:
+            if model is not present or self._tensors != _tensors(model):
+                self.serve(model)
+            if self._runner is not None:
+                self._draft(self._runner)
+        except Exception as error:
+            self._tell(f"raised {named(error)}")
+            self._sit_out()
+        return self._drawn
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning("the assistant %s; requests go on without its drafts", what)
+
+    def _sit_out(self) -> None:
+        self._pausing, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self._trials = TRIALS
+
+    def _draft(self, runner: ModelRunner) -> None:
+        table = self._table
+        if self._target.vocab_size > runner.vocab_size:  # it has grown
+            return
+        longest, rows = runner.config.max_model_len or 0, table.rows
+        rows = rows[(table.drafter[rows] == self._number) & (table.num_drafts[rows] == 0)]
+        rows = rows[(table.length[rows] < longest) & ~table.has_embeds[rows]]
+        decoding = (table.pending(rows) == 1) & (table.unthought[rows] == 0)
+        most = np.minimum(table.draft_limits(rows), longest - table.length[rows])
+        most = np.where(decoding, np.maximum(most, 0), 0)
+        if not (asking := int(np.count_nonzero(most))) or not (count := self._count(asking, most)):
+            return
+        if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
+            cache.beside = runner.pages(self._pool.num_pages)
+            cache.beside.zero([*range(cache.written)])
+            table.seen[:], self._pool.seen[:] = 0, False
+        limits, grown = self._grow(rows, np.minimum(most, count))
+        held = table.num_pages[rows] * self._pool.page_size
+        ends = np.where(decoding, table.length[rows], table.computed[rows])
+        ends = np.where(decoding & (limits == 0), 0, np.minimum(ends, held))
+        try:
+            self._draw(*self._read(rows, ends, limits))
+        finally:
+            for sequence in grown:
+                self._admission.truncate(sequence, sequence.length + sequence.num_drafts)
+
+    def _count(self, asking: int, most: Array) -> int:
+        """How many drafts each of ``asking`` sequences is to get, of the ``most`` [n] it may."""
+        assert self._runner is not None
+        if self._always:
+            return self._always
+        if self._pausing:
+            self._pausing -= 1
+            return 0
+        if self._trials:
+            return TRIAL
+        (good, bad), buckets = self._verified, self._runner.buckets
+        seconds = buckets.seconds(buckets.fit(min(asking, buckets.largest)))
+        count = self._scheduler.how_many(asking, int(most.max()), good / (good + bad), seconds)
+        if count:
+            self._pause = PAUSE
+        else:
+            self._sit_out()
+        return count
+
+    def _grow(self, rows: Array, limits: Array) -> tuple[Array, list[Sequence]]:
+        """[n]: ``limits`` [n], fewer where there are no pages for the drafts of ``rows`` [n] that
+        nobody else needs; and the sequences that have got pages."""
+        table, pool, size = self._table, self._pool, self._pool.page_size
+        own = -(-(table.length + 1) // size)
+        needed = np.maximum(own[table.rows] - table.num_pages[table.rows], 0).sum()
+        spare = 0 if self._admission.waiting else max(pool.num_free - int(needed), 0)
+        held = np.maximum(table.num_pages[rows], own[rows] if needed <= pool.num_free else 0)
+        more = np.where(limits > 0, -(-(table.length[rows] + limits) // size) - held, 0)
+        fits = (np.maximum(more, 0).cumsum() <= spare) | (more <= 0)
+        limits = np.where(fits, limits, np.minimum(limits, held * size - table.length[rows]))
+        limits = np.maximum(limits, 0)
+        tokens = table.length[rows] + limits
+        short = (limits > 0) & (tokens > table.num_pages[rows] * size)
+        grown = [table.sequences[row] for row in rows[short].tolist()]
+        for sequence, end in zip(grown, tokens[short].tolist(), strict=True):
+            pool.grow(sequence.pages, end, sequence.most_tokens)
+            sequence.set_pages(sequence.pages)
+        if self._target.kernels.backend == "torch":
+            self._target.cache.zero(pool.take_fresh())
+        return limits, grown
+
+    def _read(self, rows: Array, ends: Array, limits: Array) -> tuple[Array, Array, Array]:
+        """Read the tokens of ``rows`` [n] up to ``ends`` [n], as many as a pass has room for, those
+        first that lack least; rows that may have drafts and are read to the end, how many drafts
+        each may have, and the first of each."""
+        table, pool = self._table, self._pool
+        pages = table.pages[rows]
+        place = np.arange(pages.shape[1])
+        known = pool.seen[pages] & (place < table.num_pages[rows, None])
+        known = known.cumprod(1).sum(1) * pool.page_size  # what others have read
+        starts = np.maximum(table.seen[rows], np.minimum(known, table.computed[rows]))
+        behind = np.maximum(ends - starts, 0)
+        order = np.argsort(behind, kind="stable")
+        rows, starts, behind, limits = (x[order] for x in (rows, starts, behind, limits))
+        assert self._runner is not None
+        room = min(len(rows) + CATCH_UP, self._runner.buckets.largest)
+        counts = np.clip(room - (behind.cumsum() - behind), 0, behind)
+        rows, starts, counts, limits = (x[counts > 0] for x in (rows, starts, counts, limits))
+        ends = starts + counts
+        whole = (ends == table.length[rows]) & (limits > 0)
+        tokens = self._run(rows, starts, ends, whole.astype(np.int64))
+        pages, full = table.pages[rows], ends // pool.page_size
+        pool.seen[pages[np.arange(pages.shape[1]) < full[:, None]]] = True
+        return rows[whole], limits[whole], tokens
+
+    def _draw(self, rows: Array, limits: Array, tokens: Array) -> None:
+        """Draft up to ``limits`` [n] tokens for ``rows`` [n], the first of which are ``tokens``
+        [n]; one after the other, all rows in one pass."""
+        table = self._table
+        table.proposed[rows] = tokens >= 0
+        asked = len(rows)
+        for number in range(1, int(limits.max(initial=0)) + 1):
+            found = tokens >= 0
+            rows, limits, tokens = rows[found], limits[found], tokens[found]
+            ends = table.length[rows] + number
+            table.ids[rows, ends - 1] = tokens
+            table.num_drafts[rows] = number
+            table.drafted[rows] += 1
+            self._drawn += len(rows)
+            more = (limits > number) & ~table.stops_at(rows, tokens)
+            rows, limits, ends = rows[more], limits[more], ends[more]
+            if not len(rows):
+                break
+            tokens = self._run(rows, ends - 1, ends, np.ones_like(rows))
+        if asked and not self._drawn:
+            self._sit_out()
+
+    def _run(self, rows: Array, starts: Array, ends: Array, yields: Array) -> Array:
+        """Read positions ``starts`` to ``ends - 1`` of ``rows`` [n]; the tokens that follow those
+        that yield one, -1 where there is none."""
+        runner, table = self._runner, self._table
+        assert runner is not None
+        if not len(rows):
+            return rows
+        began = time.perf_counter(), time.process_time()
+        step = Step(table, rows, np.full_like(rows, PROMPT), starts, ends, yields, canonical=False)
+        step.bucket = runner.buckets.fit(step.num_rows)
+        runner.memory.pack(step, step.cu_rows[yields > 0] - 1, None)
+        cache = self._target.cache.beside
+        assert cache is not None
+        with runner.on_pages(cache):
+            logits = self._logits(runner, step)
+        sampled = self._sampler.sample(logits, replace(samples(step), logprobs=False))
+        tokens: Array = sampled.tokens.cpu().numpy()
+        if any(n not in sampled.errors for n in np.flatnonzero(tokens < 0).tolist()):
+            self._tell(f"gave no token: {NOT_FINITE}")
+        table.seen[rows] = ends
+        seconds, of_process = (now() - then for now, then in zip(CLOCKS, began, strict=True))
+        charged = min(seconds, of_process) if runner.device.type == "cpu" else seconds
+        runner.buckets.ran(step.bucket, False, charged)
+        return tokens
+
+    def _logits(self, runner: ModelRunner, step: Step) -> Tensor:
+        """[N, V] of the rows that yield a token, over the target's vocabulary."""
+        runner.memory.send(step, None)
+        batch, keep = runner.memory.batch(step)
+        runner.use_prepacked()
+        logits = runner.forward(batch, keep, canonical=False)
+        return logits[: step.num_logits, : self._target.vocab_size]
+
+
+def _tensors(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """Which parameters it has now, and how often they were written to."""
+    return [(id(parameter), *trace(parameter)) for parameter in model.parameters()]
