@@ -197,10 +197,8 @@ class Engine:
 
     @property
     def trace(self) -> Trace:
-        """What every row of the latest passes was for, and what became of it.
-
-        Raises ValueError unless ``EngineConfig(trace=True)`` keeps it.
-        """
+        """What every row of the latest passes was for, and what became of it. Raises ValueError
+        unless ``EngineConfig(trace=True)`` keeps it."""
         if self.core.trace is None:
             raise refuse("trace", False, "an engine with EngineConfig(trace=True)")
         return self.core.trace
