@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from tests.support.tiny import VOCAB, config_of, tiny
 from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.drafts import assistant
+from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
@@ -243,6 +245,29 @@ def test_what_was_read_is_not_read_again():
     assert whole_prompt > 150 and again < 70 and forks < 110
     with engine_of(model, page_size=8) as engine:
         assert bits(second) == bits(engine.generate([turn], greedy)[0])
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "control"])
+def test_forks_of_a_prompt_that_was_read_in_part(copied, monkeypatch):
+    """While another request drafts, the assistant reads what is computed of a long prompt; its
+    completions start from copies of a page that it has read in part."""
+    if not copied:
+        monkeypatch.setattr(
+            KVCache,
+            "copy_page",
+            lambda self, source, target: [pool[target].copy_(pool[source]) for pool in self.pools],
+        )
+    model = model_of("as is")
+    params = SamplingParams(max_new_tokens=24, deterministic=True, **SAMPLED)
+    settings = {"verify": "always", "draft_window": 4, "max_rows": 32, "page_size": 128}
+    with engine_of(model, drafter=copy.deepcopy(model), **settings) as engine:
+        engine.add_request(text(5, 1), params)
+        for _ in range(2):
+            engine.step()
+        engine.add_request(text(110, 2), replace(params, num_return_sequences=3))
+        drain(engine)
+        assert engine.stats().accepted > 40
+        assert (engine.stats().rollbacks == 0) == copied
 
 
 def test_nobody_waits_for_who_is_behind(monkeypatch):
