@@ -356,8 +356,8 @@ def test_bits_in_tiles_are_those_of_the_reference_bucket(breaks_above, verify):
     """``verify="always"`` commits from the reference bucket alone: the oracle of the others."""
     requests = [*needles()[::2], *crowd(random.Random(0), 8)]
     model = tiny(dtype=torch.bfloat16)
-    # 24 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
-    reference = 8 if verify == "direct" else 16
+    # 20 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
+    reference = 4 if verify == "direct" else 16
     config = EngineConfig(reference_rows=reference, max_rows=32, max_sequences=24, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()[::2]]
