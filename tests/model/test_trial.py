@@ -73,7 +73,7 @@ def test_attention(told, monkeypatch):
     stand-in that does not fit is no news."""
     model = zoo.tiny("cohere")
     Engine(model, config=CONFIG).close()
-    Engine(zoo.tiny("gptj"), config=CONFIG).close()
+    Engine(zoo.tiny("phi3"), config=CONFIG).close()
     assert told() == []
     with monkeypatch.context() as patches:
         patches.setattr(attention_stand_ins, "ROTATE", "another_name")
