@@ -372,8 +372,8 @@ def test_no_number_of_accepted_drafts_makes_the_next_one_certain():
     simulation = Simulation(0, num_pages=64)
     scheduler, buckets = simulation.scheduler, simulation.buckets
     for _ in range(100_000):
-        scheduler.observe(16, 0)
-    assert scheduler._verified[1] < 1e-300, "the control"
+        scheduler.acceptance.observe(16, 0)
+    assert scheduler.acceptance.bad < 1e-300, "the control"
     accepted = scheduler.accepted()
     assert 0.999 < accepted < 1
     buckets.learn([buckets.reference], {buckets.reference: 1.0})

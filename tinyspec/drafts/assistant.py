@@ -11,7 +11,6 @@ nobody waits. Knows no user and no commit.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from weakref import ref
@@ -28,8 +27,10 @@ from tinyspec.model.supported import max_positions
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.packing import samples
 from tinyspec.runner.sampler import NOT_FINITE, Sampler
+from tinyspec.scheduler.acceptance import Acceptance
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.costs import charged_since, clocks
 from tinyspec.scheduler.passes import PROMPT
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
@@ -43,9 +44,8 @@ CATCH_UP = 256
 TRIAL, TRIALS = 4, 3
 # Passes without drafts before another trial: at first, doubled whenever one did not pay, at most.
 PAUSE, LONGEST_PAUSE = 32, 4096
-# Drafts accepted and sequences with a wrong one that it begins with, and how many are remembered.
-BEGINS, REMEMBERED = (3.0, 1.0), 200.0
-CLOCKS = time.perf_counter, time.process_time
+# Drafts accepted and sequences with a wrong one that it begins with.
+BEGINS = 3.0, 1.0
 
 
 class Assistant:
@@ -74,7 +74,7 @@ class Assistant:
 
     def _begin(self) -> None:
         """Nothing is known of how it does, and nothing was told."""
-        self._verified = BEGINS
+        self._acceptance = Acceptance(BEGINS)
         self._trials, self._pause, self._pausing, self._told = TRIALS, PAUSE, 0, False
 
     def release(self, of: ref[PreTrainedModel] | None = None) -> None:
@@ -106,9 +106,7 @@ class Assistant:
         one that was not."""
         more = accepted.get(self._number, 0), rejected.get(self._number, 0)
         if any(more):
-            good, bad = (a + b for a, b in zip(self._verified, more, strict=True))
-            part = min(1.0, REMEMBERED / (good + bad))
-            self._verified = good * part, bad * part
+            self._acceptance.observe(*more)
             self._trials -= self._trials > 0
 
     def draft(self, models: dict[int, PreTrainedModel]) -> int:
@@ -173,9 +171,9 @@ class Assistant:
             return 0
         if self._trials:
             return TRIAL
-        (good, bad), buckets = self._verified, self._runner.buckets
+        buckets, chance = self._runner.buckets, self._acceptance.chance()
         seconds = buckets.seconds(buckets.fit(min(asking, buckets.largest)))
-        count = self._scheduler.how_many(asking, int(most.max()), good / (good + bad), seconds)
+        count = self._scheduler.how_many(asking, int(most.max()), chance, seconds)
         if count:
             self._pause = PAUSE
         else:
@@ -257,7 +255,7 @@ class Assistant:
         assert runner is not None
         if not len(rows):
             return rows
-        began = time.perf_counter(), time.process_time()
+        began = clocks()
         step = Step(table, rows, np.full_like(rows, PROMPT), starts, ends, yields, canonical=False)
         step.bucket = runner.buckets.fit(step.num_rows)
         runner.memory.pack(step, step.cu_rows[yields > 0] - 1, None)
@@ -270,9 +268,7 @@ class Assistant:
         if any(n not in sampled.errors for n in np.flatnonzero(tokens < 0).tolist()):
             self._tell(f"gave no token: {NOT_FINITE}")
         table.seen[rows] = ends
-        seconds, of_process = (now() - then for now, then in zip(CLOCKS, began, strict=True))
-        charged = min(seconds, of_process) if runner.device.type == "cpu" else seconds
-        runner.buckets.ran(step.bucket, False, charged)
+        runner.buckets.ran(step.bucket, False, charged_since(began, runner.device.type))
         return tokens
 
     def _logits(self, runner: ModelRunner, step: Step) -> Tensor:

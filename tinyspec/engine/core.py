@@ -25,6 +25,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.packing import decisions, pack
 from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
+from tinyspec.scheduler.costs import charged_since, clocks
 from tinyspec.scheduler.passes import PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
@@ -144,7 +145,7 @@ class EngineCore:
         """Run one pass, in the state of ``runner.torch_state``, and wait for what it finds or
         raises; with ``overlap`` the pass after it is under way then. None where there is nothing to
         run."""
-        began = time.perf_counter(), time.process_time()
+        began = clocks()
         if (step := self._next()) is None:
             return None
         step.began = began
@@ -182,7 +183,6 @@ class EngineCore:
     def finish(self, step: Step, sound: bool) -> None:
         """Commit what a pass found, or find out whose error it raised; nothing of either unless it
         is ``sound``."""
-        began, own = step.began
         before = [] if self.trace is None else self.trace.before(step)
         if sound:
             try:
@@ -195,14 +195,13 @@ class EngineCore:
             self._think_again(step)
             step.tokens = None
         step.raised = None  # its frames hold what is on the device
-        seconds = time.perf_counter() - began
-        if step.tokens is not None:  # a CPU is not charged with waiting for another process
-            of_process = time.process_time() - own
-            charged = min(seconds, of_process) if self.runner.device.type == "cpu" else seconds
+        seconds = time.perf_counter() - step.began[0]
+        if step.tokens is not None:
+            charged = charged_since(step.began, self.runner.device.type)
             settled = step.settled and (self._under_way is None or self._under_way.settled)
             self.scheduler.buckets.ran(step.bucket, step.canonical, charged, settled)
             accepted, rejected = self.committer.accepted, self.committer.rejected
-            self.scheduler.observe(accepted[0], rejected[0])
+            self.scheduler.acceptance.observe(accepted[0], rejected[0])
             self.assistant.observe(accepted, rejected)
             for number, (drafter, proposed, asking) in self._asked.items():
                 if isinstance(drafter, NgramDrafter):
@@ -211,7 +210,7 @@ class EngineCore:
         if self.trace is not None:
             self.trace.after(step, before, self.committer.ended)
         record = step.record
-        record.number, record.began = sum(self.stats.passes.values()), began
+        record.number, record.began = sum(self.stats.passes.values()), step.began[0]
         record.seconds = seconds
         record.drafted += self._proposed
         self._proposed = 0

@@ -5,12 +5,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from math import inf
+from time import perf_counter, process_time
 
 # Passes of a row count that are kept, and passes of any since which one counts: what ran longer ago
 # may have run in another time.
 KEPT, RECENT = 9, 64
 # Of a pass's cost so much grows with its rows, where nothing tells more.
 GROWS = 0.5
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds now, on the wall and of this process."""
+    return perf_counter(), process_time()
+
+
+def charged_since(began: tuple[float, float], device_type: str) -> float:
+    """Seconds since these ``clocks``: a CPU is not charged with waiting for another process."""
+    seconds, of_process = (now - then for now, then in zip(clocks(), began, strict=True))
+    return min(seconds, of_process) if device_type == "cpu" else seconds
 
 
 class PassCosts:

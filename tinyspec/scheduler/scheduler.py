@@ -10,16 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from tinyspec.config import EngineConfig
+from tinyspec.scheduler.acceptance import Acceptance
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 from tinyspec.scheduler.step import DIRECT, DRAFTING, PADDED, Step
 
-# Drafts of the fast path that were accepted and that were not: what an engine begins with, and how
-# many it remembers, as other requests may have others.
-BEGINS, REMEMBERED = (20.0, 0.1), 200.0
-# However many drafts in a row were accepted, the next one may not be.
-SUREST = 1 - 1e-6
+# Drafts of the fast path that were accepted and that were not: what an engine begins with.
+BEGINS = 20.0, 0.1
 NONE: Array = np.zeros(0, np.int64)
 
 
@@ -36,6 +34,7 @@ class Scheduler:
     """Plans one pass after the other for the sequences that ``admission`` lets run.
 
     chosen: drafts whose number ``how_many`` has chosen; the next canonical pass has room for them.
+    acceptance: of the fast path's drafts.
     """
 
     def __init__(self, config: EngineConfig, admission: Admission, buckets: Buckets):
@@ -45,7 +44,7 @@ class Scheduler:
         self.admission = admission
         self.table: SequenceTable = admission.table
         self.buckets = buckets
-        self._verified = BEGINS
+        self.acceptance = Acceptance(BEGINS)
         self._left_out = False
         self.chosen = 0
 
@@ -141,33 +140,24 @@ class Scheduler:
             return 0
         return int(np.minimum(self.table.pending(prompts), self.table.runnable(prompts)).sum())
 
-    def observe(self, accepted: int, rejected: int) -> None:
-        """A pass verified drafts: so many were accepted, and so many sequences had one that was
-        not."""
-        good, bad = self._verified[0] + accepted, self._verified[1] + rejected
-        part = min(1.0, REMEMBERED / (good + bad))
-        self._verified = good * part, bad * part
-
     def accepted(self, drafting: Array = NONE) -> float:
         """Chance that a draft of the fast path is accepted, if those before it were: what those of
         these sequences were, where no drafter has proposed any, beside some of all requests'."""
-        table, (good, bad) = self.table, self._verified
+        table = self.table
         drafting = drafting[table.drafter[drafting] == 0]
-        part = min(1.0, sum(BEGINS) / (good + bad))
-        good = good * part + int(table.accepted[drafting].sum())
-        bad = bad * part + int(table.rollbacks[drafting].sum())
-        return min(good / (good + bad), SUREST)
+        own = table.accepted[drafting].sum(), table.rollbacks[drafting].sum()
+        return self.acceptance.chance(*map(int, own))
 
     def how_many(self, asking: int, most: int, accepted: float, seconds: float) -> int:
         """How many drafts should be proposed to each of ``asking`` sequences that decode, so that a
         token costs least; 0 where none pay. most: that each may have. accepted: chance that one is,
-        if those before it were. seconds: that one for each of them takes."""
+        if those before it were; less than 1. seconds: that one for each of them takes."""
         table, buckets = self.table, self.buckets
         decoding = table.rows[table.pending(table.rows) == 1]
         rows, exact = len(decoding), int(np.count_nonzero(table.deterministic[decoding]))
         if exact and not buckets.canonical:
             return 0
-        accepted, best = min(accepted, SUREST), 0
+        best = 0
         waiting = int(table.draft_limits(decoding).max()) if self._waits else 0
         given = rows, exact, waiting, self.accepted(decoding), self._free
         if exact:  # what it costs without
