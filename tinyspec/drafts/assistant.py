@@ -4,8 +4,8 @@ numbers.
 A draft is drawn as the target's token will be: by its rule for logits and with its noise, from the
 assistant's logits; so both agree where the two distributions do, sampled ones too. No bit depends
 on it: the token is the target's, whatever was drafted. What the assistant has read is a column of
-the sequence table and a flag of each page; whoever it has not read to the end gets no drafts, and
-nobody waits. Knows no user and no commit.
+the sequence table and a flag of each page; a sequence that it has not read to the end gets no
+drafts, and waits for none. Knows no user and no commit.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Assistant:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is known of how it does, and nothing was told."""
+        """Nothing is known of how it does, and nothing was logged."""
         self._acceptance = Acceptance(BEGINS)
-        self._trials, self._pause, self._pausing, self._told = TRIALS, PAUSE, 0, False
+        self._trials, self._pause, self._pausing, self._warned = TRIALS, PAUSE, 0, False
 
     def release(self, of: ref[PreTrainedModel] | None = None) -> None:
         """Hold no model any more; of: unless it is another than this."""
@@ -111,31 +111,35 @@ class Assistant:
 
     def draft(self, models: dict[int, PreTrainedModel]) -> int:
         """Before a pass: draft for sequences of one of ``models``, by their numbers in the table;
-        how many drafts there are. An assistant that fails is told of once, and ends no request."""
+        how many drafts there are. An assistant that fails is logged once, and ends no request."""
         present = None if self._model is None else self._model()
         if self._number not in models or models[self._number] is not present:
             self._number = next(iter(models))
         model, self._drawn = models[self._number], 0
         try:
-            if model is not present or self._tensors != _tensors(model):
+            if model is not present or (self._runner is None and self._is_stale(model)):
                 self.serve(model)
             if self._runner is not None:
-                self._draft(self._runner)
+                self._draft(self._runner, model)
         except Exception as error:
-            self._tell(f"raised {named(error)}")
+            self._warn(f"raised {named(error)}")
             self._sit_out()
         return self._drawn
 
-    def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning("the assistant %s; requests go on without its drafts", what)
 
     def _sit_out(self) -> None:
         self._pausing, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._trials = TRIALS
 
-    def _draft(self, runner: ModelRunner) -> None:
+    def _is_stale(self, model: PreTrainedModel) -> bool:
+        """Whether its parameters are not those that are served."""
+        return self._tensors != _tensors(model)
+
+    def _draft(self, runner: ModelRunner, model: PreTrainedModel) -> None:
         table = self._table
         if self._target.vocab_size > runner.vocab_size:  # it has grown
             return
@@ -147,6 +151,10 @@ class Assistant:
         most = np.where(decoding, np.maximum(most, 0), 0)
         if not (asking := int(np.count_nonzero(most))) or not (count := self._count(asking, most)):
             return
+        if self._is_stale(model):  # looked at where drafts follow: it takes a while for all
+            self.serve(model)
+            assert self._runner is not None
+            runner = self._runner
         if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
             cache.beside = runner.pages(self._pool.num_pages)
             cache.beside.zero([*range(cache.written)])
@@ -266,7 +274,7 @@ class Assistant:
         sampled = self._sampler.sample(logits, replace(samples(step), logprobs=False))
         tokens: Array = sampled.tokens.cpu().numpy()
         if any(n not in sampled.errors for n in np.flatnonzero(tokens < 0).tolist()):
-            self._tell(f"gave no token: {NOT_FINITE}")
+            self._warn(f"gave no token: {NOT_FINITE}")
         table.seen[rows] = ends
         runner.buckets.ran(step.bucket, False, charged_since(began, runner.device.type))
         return tokens
