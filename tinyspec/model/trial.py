@@ -88,8 +88,9 @@ def by_kind(
                 with scratch_weights(module):
                     found[kind] = find(module)
             except Exception as error:  # of whatever kind
-                causes.append(f"{type(module).__name__}: trying it raised {named(error)}")
-                tell(*causes[-1].split(": ", 1))
+                name, why = type(module).__name__, f"trying it raised {named(error)}"
+                causes.append(f"{name}: {why}")
+                tell(name, why)
     return [(module, own) for module, kind in kinds if (own := found[kind]) is not None]
 
 

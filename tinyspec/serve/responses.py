@@ -141,6 +141,11 @@ def flat(tool: Any) -> Any:
     return tool if isinstance(tool, str) else {"type": tool["type"], **tool[tool["type"]]}
 
 
+def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
+    """What events of a part say of its log-probabilities: a message's that there are none."""
+    return {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+
+
 class ResponsesReply(Reply):
     """Of ``/v1/responses``: thoughts and messages as they come, a message where there is no other
     item, then the calls; and the events by which they grow. An answer that is not streamed is what
@@ -202,9 +207,9 @@ class ResponsesReply(Reply):
         if item["type"] == "function_call":
             yield self._event("function_call_arguments.done", **of, arguments=item["arguments"])
         else:
-            (part,), of["content_index"] = item["content"], 0
-            said = {name: part[name] for name in ("text", "logprobs") if name in part}
-            yield self._event(f"{part['type']}.done", **of, **said)
+            (part,) = item["content"]
+            of |= {"content_index": 0}
+            yield self._event(f"{part['type']}.done", **of, text=part["text"], **_logprobs(part))
             yield self._event("content_part.done", **of, part=part)
         yield self._event("output_item.done", **place, item=item)
 
@@ -222,8 +227,7 @@ class ResponsesReply(Reply):
             yield self._event("content_part.added", **place, part=part)
         if text:
             item["content"][0]["text"] += text
-            logprobs = {name: part[name] for name in ("logprobs",) if name in part}
-            yield self._event(f"{part['type']}.delta", **place, delta=text, **logprobs)
+            yield self._event(f"{part['type']}.delta", **place, delta=text, **_logprobs(part))
 
     def chunks(self, event: StreamEvent) -> Iterator[str]:
         choice, _ = self.note(event)
