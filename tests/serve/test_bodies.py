@@ -3,7 +3,6 @@ values that documents have, at the borders of their ranges and beyond, of other 
 Whatever comes is answered, or refused by the name of a field; streamed it is what it is whole, an
 audit finds the same, and the server is as it was."""
 
-import json
 import random
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.serving import (
     MODEL,
     PROMPT,
     RESPONSES,
+    events,
     running,
     speaking,
 )
@@ -123,11 +123,6 @@ def body_of(rng):
         name = rng.choice(list(BAD))
         body[name] = rng.choice(BAD[name])
     return path, body
-
-
-def events(response):
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
-    return [json.loads(line) for line in data]
 
 
 def said(answer):

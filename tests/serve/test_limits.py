@@ -26,6 +26,7 @@ from tests.support.serving import (
     MODEL,
     PROMPT,
     RESPONSES,
+    events,
     running,
     storyteller,
     wait_until,
@@ -252,9 +253,7 @@ def asked(n):
 
 def said(response):
     """The text of an answer, streamed or not."""
-    lines = response.text.split("\n")
-    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    data = data or [response.json()]
+    data = events(response) or [response.json()]
     assert not any(one.get("error") for one in data), data[-1]
     if "output" in data[0]:
         return data[0]["output"][0]["content"][0]["text"]

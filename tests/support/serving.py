@@ -1,6 +1,7 @@
 """A server on loopback, in a thread, over the bundled model, and clients of it."""
 
 import asyncio
+import json
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class Served:
     def settled(self):
         """Wait until nothing is unfinished; fails where something hangs."""
         wait_until(lambda: not self.engine.tracker.requests)
+
+
+def events(response):
+    """What a stream sent, but for its end."""
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in data]
 
 
 def wait_until(done):
