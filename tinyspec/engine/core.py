@@ -201,8 +201,9 @@ class EngineCore:
             settled = step.settled and (self._under_way is None or self._under_way.settled)
             self.scheduler.buckets.ran(step.bucket, step.canonical, charged, settled)
             accepted, rejected = self.committer.accepted, self.committer.rejected
-            self.scheduler.acceptance.observe(accepted[0], rejected[0])
-            self.assistant.observe(accepted, rejected)
+            if accepted or rejected:
+                self.scheduler.acceptance.observe(accepted[0], rejected[0])
+                self.assistant.observe(accepted, rejected)
             for number, (drafter, proposed, asking) in self._asked.items():
                 if isinstance(drafter, NgramDrafter):
                     counts = proposed, accepted[number]
