@@ -17,6 +17,7 @@ from tests.support.forms import ANY_FORM, has_form
 from tests.support.mixes import Liar
 from tests.support.tokenizers import KINDS, byte_level, tokenizer_of
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.cli.batch import OF_TEXT
 from tinyspec.structured import grammars
 from tinyspec.structured.grammars import Grammars
 from tinyspec.tools.demo import BUNDLED
@@ -272,6 +273,9 @@ def test_a_tokenizer_that_changes():
     assert len(tokenizer) == size
     assert len({part["spelling"] for part in parts}) == 3
     assert parts[0]["max_lexer_states"] == grammars.MOST_STATES
+    # A batch that continues compares what engines have without these.
+    ends = params.resolve(stop_strings=("the",))
+    assert {*known.parts(ends, size)} == {*OF_TEXT}
 
 
 def text_of(tokenizer, tokens):

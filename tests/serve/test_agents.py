@@ -129,6 +129,13 @@ def test_allowed_tools(server, monkeypatch):
     client = saying(server, monkeypatch, "the think")
     said, _ = both(client, **ASKED | {"tool_choice": choice})
     assert sound(said["calls"]) == ["get_weather"]
+    flat = {"type": "allowed_tools", **choice["allowed_tools"]}
+    flat["tools"] = [{"type": "function", "name": "get_weather"}]
+    tools = [{"type": "function", **tool["function"]} for tool in STRICT]
+    asked = {"model": MODEL, "input": "x", "tools": tools, "tool_choice": flat}
+    found = client.responses.create(**asked, max_output_tokens=120)
+    assert [item.name for item in found.output] == ["get_weather"]
+    assert len(found.tool_choice.tools) == 1
 
 
 @pytest.mark.parametrize("count", range(4, 40, 5))

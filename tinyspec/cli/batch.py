@@ -18,6 +18,8 @@ from tinyspec.errors import refuse
 
 # Of the local cluster beyond the actors': for Ray's own tasks, which read, filter and write.
 SPARE_CPUS = 3
+# Parts of the fingerprints of those requests alone whose tokens depend on the tokenizer.
+OF_TEXT = ("tokenizer", "text", "spelling", "llguidance", "max_lexer_states")
 
 
 def add_batch(parser: ArgumentParser) -> None:
@@ -55,7 +57,12 @@ def batch(options: Namespace) -> int:
             raise refuse(f"--{name}", getattr(options, name), "at least 1")
     shared = {"logprobs": True, **common.given(options)}
     seed = shared.pop("seed", 0)
-    requests = read(options.file, shared)
+    jobs = common.jobs_of(common.read_lines(options.file), shared, has_id=True)
+    if not jobs:
+        raise refuse("IN", options.file, "a file with at least one request")
+    requests = [
+        json.dumps({"id": job.row_id, "prompt": job.prompt, **job.params.to_dict()}) for job in jobs
+    ]
     import ray
 
     import tinyspec.integrations.ray  # noqa: F401
@@ -74,16 +81,6 @@ def batch(options: Namespace) -> int:
     if errors := results.errors():
         common.say(f"{len(errors)} completions were not finished, the first: {errors[0]}")
     return int(bool(errors))
-
-
-def read(path: str, shared: dict[str, Any]) -> list[str]:
-    """The requests of a file, as JSON; raises ValueError naming every line that is none."""
-    jobs = common.jobs_of(common.read_lines(path), shared, has_id=True)
-    if not jobs:
-        raise refuse("IN", path, "a file with at least one request")
-    return [
-        json.dumps({"id": job.row_id, "prompt": job.prompt, **job.params.to_dict()}) for job in jobs
-    ]
 
 
 def model_of(options: Namespace) -> str:
@@ -183,7 +180,7 @@ class Results:
         if (first := next(self._computed(), None)) is None:
             return None
         parts = json.loads(first["output"])["fingerprint_parts"]
-        return {name: parts[name] for name in parts if name not in ("tokenizer", "llguidance")}
+        return {name: part for name, part in parts.items() if name not in OF_TEXT}
 
     def merge(self, count: int) -> None:
         """Write the outputs of all rows in their order, and drop the rest."""

@@ -67,7 +67,8 @@ def generate(options: Namespace) -> int:
         try:
             if file is not None:
                 return int(file.fill(engine))
-            return int(_run(engine, jobs, _print_json if options.json else None))
+            shown = (lambda output: print(output.to_json(), flush=True)) if options.json else None
+            return int(_run(engine, jobs, shown))
         finally:
             if options.trace is not None:
                 engine.trace.save(options.trace)
@@ -99,10 +100,6 @@ def _begin_with_json(lines: list[common.Line]) -> bool:
         return bool(lines) and isinstance(json.loads(lines[0].text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _print_json(output: RequestOutput) -> None:
-    print(output.to_json(), flush=True)
 
 
 class OutputFile:

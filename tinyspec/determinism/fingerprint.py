@@ -55,7 +55,7 @@ NAMES = (
     ("structured/grammars.py", "Grammar", "allowed _read _reader"),
     ("structured/grammars.py", "Grammars", "of _compile"),
     ("structured/schemas.py", "", "LAYOUT FORMATS EMPTY ANY STRINGS DATA NAMED IN_PLACE ABOUT"),
-    ("structured/schemas.py", "", "LARK readable readable_grammar _readable _simplify _names"),
+    ("structured/schemas.py", "", "LARK readable readable_grammar walk _readable _simplify _names"),
     ("structured/spelling.py", "", "IN_FRONT vocabulary Spelling"),
     ("drop_in/run.py", "WideRows", "_sample _note_ends"),
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from tinyspec.drafts.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.prepare import PreparedRequest
-from tinyspec.drop_in.prompts import Prompts, Streamers, append, stack_steps
+from tinyspec.drop_in.prompts import Prompts, Streamers
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
@@ -184,7 +186,8 @@ class Call:
         for index, settings in enumerate(each):
             allowed = settings.get("prefix_allowed_tokens_fn")
             if allowed is not None:  # prepared alone, every prompt has index 0
-                settings["prefix_allowed_tokens_fn"] = _at_index(allowed, index)
+                at_index = partial(lambda f, n, _, ids: f(n, ids), allowed, index)
+                settings["prefix_allowed_tokens_fn"] = at_index
             prepare.add_stop_strings(settings, config, tokenizer)
         return each
 
@@ -229,12 +232,10 @@ class Call:
 
     def draw_seeds(self) -> None:
         """Seeds from torch's generator for what samples and was given none."""
-        if not any(map(_needs_seed, self.params)):
-            return
-        base = int(torch.randint(2**62, (1,)))
-        for index, params in enumerate(self.params):
-            if _needs_seed(params):
-                self.params[index] = params.resolve(seed=noise_key(base, index) & _MASK)
+        left = [n for n, one in enumerate(self.params) if one.temperature > 0 and one.seed is None]
+        base = int(torch.randint(2**62, (1,))) if left else 0
+        for index in left:
+            self.params[index] = self.params[index].resolve(seed=noise_key(base, index) & _MASK)
 
     def _seeds(self) -> list[int | None]:
         """Of each request: as an argument gives it, or where it samples from the base of a config
@@ -300,25 +301,23 @@ class Call:
         """What ``generate`` returns for finished ``sequences``: [N, L + T], prompts and what was
         generated, and what is kept of it."""
         generated = [s.tokens[s.request.num_prompt :] for s in sequences]
-        ids = append(self.padded(), generated, self.pad)
+        longest, prompts = max(map(len, generated)), self.padded()
+        filled = [tokens + [self.pad] * (longest - len(tokens)) for tokens in generated]
+        new = torch.tensor(filled, dtype=torch.long, device=prompts.device)
+        ids = torch.cat([prompts, new.view(len(generated), longest)], dim=1)
         if not self.config.return_dict_in_generate:
             return ids
-        steps: dict[str, Any] = {
-            name: stack_steps([getattr(s, name) for s in sequences], self.pad)
-            for name in self.keeps
-        }
+        steps: dict[str, Any] = {}
+        for name in self.keeps:
+            kept = [getattr(sequence, name) for sequence in sequences]
+            # After its end a completion has the pad token with certainty.
+            ended = torch.full_like(kept[0][0], -torch.inf)
+            ended[self.pad] = 0.0
+            steps[name] = tuple(map(torch.stack, zip_longest(*kept, fillvalue=ended)))
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
         setattr(output, "seeds", self.seeds)  # noqa: B010 not one of its keys
         return output
 
 
-def _needs_seed(params: SamplingParams) -> bool:
-    return params.temperature > 0 and params.seed is None
-
-
 def _without(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in names}
-
-
-def _at_index(allowed: Callable[..., Any], index: int) -> Callable[[int, Tensor], Any]:
-    return lambda _, ids: allowed(index, ids)

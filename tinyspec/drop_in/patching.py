@@ -315,8 +315,13 @@ def generate(
     on. A model that is not patched gets an engine for this call alone.
     """
     arguments = _arguments(input_ids, generation_config, model_kwargs)
-    config = _new_token_limits(generation_config, input_ids.shape[1])
-    longest = generation_config.max_length
+    # New tokens are counted, and what has become a stopping criterion is left out.
+    config, length = copy.deepcopy(generation_config), input_ids.shape[1]
+    if config.min_new_tokens is None:
+        config.min_new_tokens = max((config.min_length or 0) - length, 0) or None
+    longest = config.max_length
+    config.max_new_tokens = longest - length
+    config.max_length = config.min_length = config.stop_strings = config.max_time = None
     with closing(PatchedGenerate(model)) as patched_generate:
         # What transformers makes of the config a second time is left out of the arguments.
         original, settings = patched_generate.original, {"generation_config": config}
@@ -334,19 +339,6 @@ def generate(
             "deterministic": deterministic,
         }
         return patched_generate(**arguments)
-
-
-def _new_token_limits(config: GenerationConfig, length: int) -> GenerationConfig:
-    """A copy of ``config`` whose limits count new tokens, behind prompts of ``length`` tokens.
-
-    What has become a stopping criterion is taken out of it.
-    """
-    config = copy.deepcopy(config)
-    if config.min_new_tokens is None:
-        config.min_new_tokens = max((config.min_length or 0) - length, 0) or None
-    config.max_new_tokens = config.max_length - length
-    config.max_length = config.min_length = config.stop_strings = config.max_time = None
-    return config
 
 
 def _arguments(

@@ -1,5 +1,5 @@
-"""From the padded tensors of transformers' ``generate`` to single prompts without pads, and back:
-returned ids, scores, and what streamers are put.
+"""From the padded tensors of transformers' ``generate`` to single prompts without pads, and back;
+what streamers are put.
 
 Knows tensors, their shapes and which of a call's arguments they are; neither models nor parameters.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import compress, zip_longest
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,12 @@ class Prompts:
     """
 
     def __init__(self, input_ids: Any, attention_mask: Any = None, embeds: Tensor | None = None):
-        # Lists have no padding, whatever their lengths.
-        self._masked = attention_mask is not None or isinstance(input_ids, Sequence)
-        if embeds is None:
-            ids = _rows("input_ids", input_ids)
-            lengths = [len(row) for row in ids]
-        else:
-            if embeds.ndim != 3:
-                raise refuse("inputs_embeds.shape", tuple(embeds.shape), "[batch, length, hidden]")
-            ids, lengths = [[]] * len(embeds), [embeds.shape[1]] * len(embeds)
+        lists = isinstance(input_ids, Sequence)  # without padding, whatever their lengths
+        self._masked = attention_mask is not None or lists
+        if embeds is not None and embeds.ndim != 3:
+            raise refuse("inputs_embeds.shape", tuple(embeds.shape), "[batch, length, hidden]")
+        ids = _rows("input_ids", input_ids) if embeds is None else [[]] * len(embeds)
+        lengths = [len(row) if embeds is None else embeds.shape[1] for row in ids]
         if not ids:
             raise refuse("input_ids", input_ids, "at least one prompt")
         masks = [[1] * length for length in lengths]
@@ -64,19 +61,16 @@ class Prompts:
             masks = _rows("attention_mask", attention_mask)
             if [len(mask) for mask in masks] != lengths:
                 raise refuse("attention_mask", masks, f"as long as the prompts, {lengths}")
-        self.width = max(lengths)
         self.ends_in_pads = any(mask and not mask[-1] for mask in masks)
         self.each = [Prompt(list(compress(*pair))) for pair in zip(ids, masks, strict=True)]
+        self.width = max(map(len, self.each)) if lists else max(lengths)
         self._padded: Tensor | None = None
         if embeds is not None:
             for prompt, mask, given in zip(self.each, masks, embeds, strict=True):
                 prompt.embeds = given[torch.tensor(mask, device=given.device) != 0]
             self._padded = torch.empty(len(embeds), 0, dtype=torch.long, device=embeds.device)
-        elif not isinstance(input_ids, Sequence):
-            self._padded = torch.as_tensor(input_ids)
-            self._padded = self._padded[None] if self._padded.ndim == 1 else self._padded
-        else:
-            self.width = max(map(len, self.each))
+        elif not lists:
+            self._padded = torch.atleast_2d(torch.as_tensor(input_ids))
 
     def strip(self, index: int, pad: int | None, eos: Sequence[int]) -> bool:
         """Without an attention mask every pad token of a prompt is padding, unless it is a stop
@@ -155,21 +149,3 @@ class Streamers:
         for one, done in zip(self._streamers, self._finished, strict=False):
             if not (self._several and done):  # it was called when that one ended
                 one.end()
-
-
-def append(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:
-    """``prompts`` [N, L] with the ``generated`` tokens behind, filled up with ``pad``."""
-    longest = max(map(len, generated))
-    filled = [tokens + [pad] * (longest - len(tokens)) for tokens in generated]
-    new = torch.tensor(filled, dtype=torch.long, device=prompts.device)
-    return torch.cat([prompts, new.view(len(generated), longest)], dim=1)
-
-
-def stack_steps(kept: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:
-    """Scores of every step, [N, V], from those of every completion's tokens, [V] each.
-
-    After its end a completion has the pad token with certainty: 0 there, -inf elsewhere.
-    """
-    ended = torch.full_like(kept[0][0], -torch.inf)
-    ended[pad] = 0.0
-    return tuple(torch.stack(step) for step in zip_longest(*kept, fillvalue=ended))

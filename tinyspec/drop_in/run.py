@@ -60,7 +60,9 @@ def run(engine: Engine, call: Call, drafter: Drafter | PreTrainedModel | None) -
                     break
                 place, ended = places[event.request_id, event.index], bool(event.finish_reason)
                 streamers.put(place, event.token_ids, ended, call.pad)
-        raise_failed(sequences)
+        aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
+        for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
+            raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
     finally:
         try:
             engine.tracker.cancel(requests)
@@ -105,13 +107,6 @@ def new_requests(
         request.keeps, request.supplied = call.keeps, wide is not None
         request.drafter = drafter
     return requests
-
-
-def raise_failed(sequences: list[Sequence]) -> None:
-    """Raise what ended one of ``sequences`` early, if anything did."""
-    aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
-    for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
-        raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
 
 
 @dataclass(eq=False)

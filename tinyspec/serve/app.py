@@ -36,7 +36,7 @@ from tinyspec.serve import protocol, replies, responses
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Failure, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
 from tinyspec.serve.page import last_verifies, page
-from tinyspec.serve.tools import wanted_calls
+from tinyspec.serve.reading import wanted_calls
 
 # Bytes of a body, and seconds until all of it must be there.
 BOUNDS = 8 * 2**20, 60.0
@@ -56,13 +56,6 @@ Described = dict[int | str, dict[str, Any]]
 FAILURES: Described = {"4XX": {"model": Failure}, "5XX": {"model": Failure}}
 STREAMS: Described = {200: {"content": {"text/event-stream": {}}}}
 PAGE: Described = {200: {"content": {"text/plain": {}}}}
-
-
-def characters(prompt: Any) -> int:
-    """Of a text or the messages of a chat; how many tokens, of token ids."""
-    if isinstance(prompt, dict):
-        return sum(len(message["content"]) for message in prompt["messages"])
-    return len(prompt)
 
 
 def first_difference(said: Any, found: Any, place: str = "") -> str | None:
@@ -167,7 +160,9 @@ class Server:
     async def token_ids(self, body: Any) -> list[list[int]]:
         """Of the prompts of a request. Raises ValueError."""
         prompts = body.prompts()
-        sizes = [characters(prompt) for prompt in prompts]
+        # Characters of a text, or of the messages of a chat; how many tokens, of token ids.
+        chats = [p["messages"] if isinstance(p, dict) else [{"content": p}] for p in prompts]
+        sizes = [sum(len(message["content"]) for message in chat) for chat in chats]
         if max(sizes) > self._most_characters:
             allowed = (
                 f"at most {self._most_characters} (max_model_len={self.card['max_model_len']})"

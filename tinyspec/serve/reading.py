@@ -1,4 +1,5 @@
-"""What generated text of a chat consists of: thought, content, and calls of functions.
+"""What generated text of a chat consists of: thought, content, and calls of functions; and what a
+request asks of it.
 
 What is no call of a given function stays content. Markup that is a token of its own is told by that
 token: spelled out it is text, and text may not show it. What comes in pieces is what comes at once.
@@ -6,31 +7,23 @@ token: spelled out it is text, and text may not show it. What comes in pieces is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
+from tinyspec.errors import refuse
 from tinyspec.outputs import StreamEvent
-from tinyspec.sampling_params import SamplingParams
+from tinyspec.sampling_params import STRUCTURES, SamplingParams
+from tinyspec.serve.schemas import answer_rule
+from tinyspec.serve.tools import Call, ToolFormat, format_of
 from tinyspec.text.decoding import decode
 from tinyspec.text.stream import TextStream
 
-# Stand in a text for tokens that begin and end a call, or a thought: no text has these, no JSON.
-BEGIN, END, THINK, THOUGHT = "\x02\ud800", "\x03\ud800", "\x04\ud800", "\x05\ud800"
+# Stand in a text for the tokens that begin and end a thought, as those of ``tools`` for calls.
+THINK, THOUGHT = "\x04\ud800", "\x05\ud800"
 THINK_TOKENS = ("<think>", "</think>")
-Call = dict[str, Any]
-
-
-class Calls(Protocol):
-    """How calls are written; see ``tools.ToolFormat``."""
-
-    @property
-    def tokens(self) -> dict[int, str]: ...
-    @property
-    def first(self) -> bool: ...
-    @property
-    def begin(self) -> str: ...
-    def call(self, text: str, names: set[str]) -> tuple[list[Call], str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class Reading:
     ``thought``'s tokens no thoughts. params: of the request, whose stop strings are no part of the
     text. prompt: token ids. thought_tokens: how many there were."""
 
-    format: Calls | None = None
+    format: ToolFormat | None = None
     names: set[str] = field(default_factory=set)
     tokenizer: Any = None
     params: SamplingParams | None = None
@@ -92,33 +85,25 @@ class Reading:
         last = event.finish_reason is not None
         if not self._marks:
             return "", *self.push(event.text or "", last)
-        text, stream, thinks = "", self._stream, self._thinks
+        said, stream = {True: "", False: ""}, self._stream  # thought, and what is not
         for mark, group in groupby(event.token_ids, self._marks.get):
             tokens = [*group]
-            if mark:
-                text += (stream.push([], last=True) or "") + mark * len(tokens)
-                stream.push(tokens, last=True)  # stop strings may reach over them
-                thinks = mark == THINK if mark in (THINK, THOUGHT) else thinks
-            else:
-                self.thought_tokens += len(tokens) * thinks
-                text += stream.push(tokens, last=False) or ""
-        thought, text = self._split(text + (stream.push([], last) or ""))
+            if not mark:
+                self.thought_tokens += len(tokens) * self._thinks
+                said[self._thinks] += stream.push(tokens, last=False) or ""
+                continue
+            said[self._thinks] += stream.push([], last=True) or ""
+            stream.push(tokens, last=True)  # stop strings may reach over them
+            for _ in tokens:
+                if mark == (THOUGHT if self._thinks else THINK):
+                    self._thinks = not self._thinks
+                else:
+                    said[self._thinks] += mark
+        said[self._thinks] += stream.push([], last) or ""
+        text = said[False].lstrip("\n") if self._begins and self.thought else said[False]
+        self._begins &= not text
         content, calls = self.push(text, last)
-        return self._shown(thought), self._shown(content), calls
-
-    def _split(self, text: str) -> tuple[str, str]:
-        """What of it is thought, and what is not."""
-        thought = rest = ""
-        while text:
-            part, found, text = text.partition(THOUGHT if self._thinks else THINK)
-            if self._thinks:
-                thought += part
-            else:
-                part = part.lstrip("\n") if self._begins and self.thought else part
-                self._begins &= not part
-                rest += part
-            self._thinks ^= bool(found)
-        return thought, rest
+        return self._shown(said[True]), self._shown(content), calls
 
     def _shown(self, text: str) -> str:
         """With marks that are none as their tokens' own text."""
@@ -148,3 +133,58 @@ class Reading:
             content, held = content + held[:start] + text, rest
         content += held
         return (content.rstrip() if calls else content), calls
+
+
+def chosen(choice: Any, functions: list[Any]) -> tuple[str, list[Any]]:
+    """How a ``tool_choice`` chooses ("none", "auto", "required"), and among which functions.
+    Raises ValueError."""
+    how, names = choice, None
+    if isinstance(choice, dict):
+        allowed = choice.get("allowed_tools")
+        how = allowed["mode"] if allowed else "required"
+        named = [choice]
+        if allowed:  # what pydantic has there can be read once
+            named = allowed["tools"] = [*allowed["tools"]]
+        names = [each.get("function", each).get("name") for each in named]
+    known = {function["name"] for function in functions}
+    if (names is not None and not {*names} <= known) or (how == "required" and not known):
+        raise refuse("tool_choice", choice, "that of a function among the tools")
+    return how, [each for each in functions if names is None or each["name"] in names]
+
+
+def wanted_calls(
+    body: Any, tokenizer: Any, prompts: list[list[int]]
+) -> tuple[Callable[..., Reading], dict[str, Any]]:
+    """What reads the text of each completion of a request, given its ``params`` and ``prompt``, and
+    those that make it say what is asked for. Raises ValueError."""
+    every = [tool["function"] for tool in getattr(body, "tools", ())]
+    how, functions = chosen(getattr(body, "tool_choice", "none"), every)
+    asked = body.form
+    thought = Thought.of(tokenizer) if hasattr(body, "tools") else None
+    read, rules = partial(Reading, tokenizer=tokenizer, thought=thought), ""
+    wanted = "answer" if asked and thought else None
+    if how != "none" and functions:
+        form = format_of(tokenizer)
+        if how == "required" and asked:
+            raise refuse("json_schema", "...", "none where a call is forced")
+        several, forced = body.parallel_tool_calls, how == "required"
+        exact = any(function.get("strict") for function in functions) or not several
+        if exact or forced or asked or len(functions) < len(every):
+            form = replace(form, known=True, first=not form.tokens, answers=bool(asked))
+            wanted = "(free | call)*" if several else "free* call?"
+            if asked or forced:
+                wanted = "(call | answer)" if asked else "call"
+            elif form.first:
+                wanted = "(call | first free*)?"
+            rules = form.rules(functions, tokenizer, {thought.begin} if thought else set(), forced)
+        names = {function["name"] for function in functions}
+        read = partial(read, form, names)
+    if wanted is None:
+        return read, {}
+    if asked:
+        if rules and form.begin == "{":  # one reader of both: no letter tells which it is
+            asked, wanted = form.or_call(asked, functions), "answer"
+        rules += f"answer: {answer_rule(asked)}\n"
+    if thought is not None:
+        wanted, rules = f"thought {wanted}", rules + thought.rule(prompts[0])
+    return read, dict.fromkeys(STRUCTURES) | {"grammar": f"start: {wanted}\n{rules}"}

@@ -103,27 +103,25 @@ class Reply:
         own |= {"index": event.prompt * self.body.completions + event.index}
         own |= {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
         if (known := event.prompt_logprobs) and getattr(self.body, "prompt_tops", None) is not None:
-            self.prompt_told = own["prompt_logprobs"] = [*self._of_prompt(event.prompt, known)]
+            self.prompt_told = own["prompt_logprobs"] = self._of_prompt(event.prompt, known)
         return self._choices[key], own
 
-    def _of_prompt(self, number: int, known: list[float | None]) -> Iterator[Any]:
+    def _of_prompt(self, number: int, known: list[float | None]) -> list[Any]:
         """Of each token of a prompt what vLLM says of it and of the likeliest in its place."""
         texts, most = TextStream(self.tokenizer, special=True), self.body.prompt_tops
         tops: list[Any] = [[], *((self.prompt_tops and self.prompt_tops[number]) or ())]
+        found = list[Any]()
         for place, (token, logprob) in enumerate(zip(self.prompts[number], known, strict=True)):
             top: list[Any] = tops[place][:most] if most else []
             told: dict[int, Any] = {n: (value, r) for r, (n, value) in enumerate(top, start=1)}
             told[token] = logprob, told.get(token, (0, None))[1]
-            names = ("logprob", "rank", "decoded_token")
-            yield (
-                None
-                if logprob is None
-                else {
-                    str(n): dict(zip(names, (share(value), rank, texts.peek(n)), strict=True))
-                    for n, (value, rank) in told.items()
-                }
-            )
+            row = {
+                str(n): {"logprob": share(value), "rank": rank, "decoded_token": texts.peek(n)}
+                for n, (value, rank) in told.items()
+            }
+            found.append(None if logprob is None else row)
             texts.push([token], last=False)
+        return found
 
     def said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
         """What an event adds to its choice, or all of it."""
@@ -150,7 +148,7 @@ class Reply:
         """What is sent of an event."""
         choice = self.said(event, whole=False)
         if any(choice.get(name) for name in NEWS):
-            yield self._chunk([choice], None)
+            yield self._chunk(choice)
 
     def failed(self, error: dict[str, Any]) -> str:
         """What is sent in place of the rest."""
@@ -159,13 +157,12 @@ class Reply:
     def end(self) -> Iterator[str]:
         """What is sent behind the last event."""
         if self.body.stream_options.include_usage:
-            yield self._chunk([], self.usage)
+            yield self._chunk()
         yield "data: [DONE]\n\n"
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
+    def _chunk(self, *choices: dict[str, Any]) -> str:
         asked = self.body.stream_options
-        if asked.continuous_usage_stats:
-            usage = self.usage
+        usage = self.usage if asked.continuous_usage_stats or not choices else None
         counts = {"usage": usage} if usage or asked.include_usage else {}
         return sse({**self._head(self.chunk_kind), "choices": choices, **counts})
 

@@ -19,8 +19,8 @@ from tinyspec.serve.protocol import FORMS, Objects, Strict
 from tinyspec.serve.replies import Reply, sse
 from tinyspec.serve.schemas import form_of
 
-# What of the request its response does not repeat, and what all responses here have.
-NOT_REPEATED = {"input", "stream", "stream_options", *FORMS}
+# What of the request its response does not repeat as it is, and what all responses here have.
+NOT_REPEATED = {"input", "stream", "stream_options", "tools", "tool_choice", *FORMS}
 NOTHING = dict.fromkeys(("max_tool_calls", "previous_response_id", "reasoning"))
 UNKNOWN = dict.fromkeys(("parameters", "strict"))
 # What items of a response have besides their text, and the part that this is.
@@ -157,7 +157,7 @@ class ResponsesReply(Reply):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tokens, self._number, self._thought = list[int](), 0, 0
-        self._output, self._calls = list[dict[str, Any]](), list[dict[str, Any]]()
+        self._output = list[dict[str, Any]]()
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
 
@@ -194,6 +194,12 @@ class ResponsesReply(Reply):
                 pass
         return self._response()
 
+    def _of_last(self, name: str, **data: Any) -> str:
+        """An event of the last item's text, or of its arguments."""
+        item, place = self._output[-1], {"output_index": len(self._output) - 1}
+        part = {} if item["type"] == "function_call" else {"content_index": 0}
+        return self._event(name, item_id=item["id"], **place, **part, **data)
+
     def _opened(self, item: dict[str, Any]) -> str:
         self._output.append(item)
         return self._event("output_item.added", output_index=len(self._output) - 1, item=item)
@@ -202,16 +208,14 @@ class ResponsesReply(Reply):
         """The end of the last item, if it is under way."""
         if not self._output or (item := self._output[-1])["status"] != "in_progress":
             return
-        item["status"], place = status, {"output_index": len(self._output) - 1}
-        of = {**place, "item_id": item["id"]}
+        item["status"] = status
         if item["type"] == "function_call":
-            yield self._event("function_call_arguments.done", **of, arguments=item["arguments"])
+            yield self._of_last("function_call_arguments.done", arguments=item["arguments"])
         else:
             (part,) = item["content"]
-            of |= {"content_index": 0}
-            yield self._event(f"{part['type']}.done", **of, text=part["text"], **_logprobs(part))
-            yield self._event("content_part.done", **of, part=part)
-        yield self._event("output_item.done", **place, item=item)
+            yield self._of_last(f"{part['type']}.done", text=part["text"], **_logprobs(part))
+            yield self._of_last("content_part.done", part=part)
+        yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _grown(self, kind: str, text: str) -> Iterator[str]:
         """An item's text, of a new one where the last is of another ``kind``."""
@@ -220,14 +224,11 @@ class ResponsesReply(Reply):
             yield from self._closed("completed")
             about = {"id": f"{kind}_{len(self._output)}_{self.reply_id}", "status": "in_progress"}
             yield self._opened({"type": kind, **about, **own, "content": []})
-        number, item = len(self._output) - 1, self._output[-1]
-        place = {"output_index": number, "item_id": item["id"], "content_index": 0}
-        if not item["content"]:
-            item["content"] = [{**part}]
-            yield self._event("content_part.added", **place, part=part)
+            self._output[-1]["content"].append({**part})
+            yield self._of_last("content_part.added", part=part)
         if text:
-            item["content"][0]["text"] += text
-            yield self._event(f"{part['type']}.delta", **place, delta=text, **_logprobs(part))
+            self._output[-1]["content"][0]["text"] += text
+            yield self._of_last(f"{part['type']}.delta", delta=text, **_logprobs(part))
 
     def chunks(self, event: StreamEvent) -> Iterator[str]:
         choice, _ = self.note(event)
@@ -238,23 +239,21 @@ class ResponsesReply(Reply):
             yield self._event("created", response=self._response())
             yield self._event("in_progress", response=self._response())
         self._tokens += event.token_ids
-        self._calls += calls
         for kind, more in (("reasoning", thought), ("message", text)):
             if more:
                 yield from self._grown(kind, more)
         if not event.finish_reason:
             return
-        if not (self._calls or any(item["type"] == "message" for item in self._output)):
+        if not (calls or any(item["type"] == "message" for item in self._output)):
             yield from self._grown("message", "")
         status = "completed" if event.finish_reason == "stop" else "incomplete"
-        for call in self._calls:
+        for call in calls:
             yield from self._closed("completed")
             item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
             item |= {"name": call["function"]["name"], "arguments": "", "status": "in_progress"}
             yield self._opened(item)
             item["arguments"] = text = call["function"]["arguments"]
-            of = {"item_id": item["id"], "output_index": len(self._output) - 1}
-            yield self._event("function_call_arguments.delta", **of, delta=text)
+            yield self._of_last("function_call_arguments.delta", delta=text)
         yield from self._closed(status)
         self._status = status
 

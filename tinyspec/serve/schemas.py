@@ -12,43 +12,34 @@ from contextlib import suppress
 from typing import Any
 
 from tinyspec.errors import refuse
+from tinyspec.structured.schemas import walk
 
 # Characters of a pattern, and the product of counts that stand within each other.
 LONGEST_PATTERN, MOST_REPEATED = 1000, 5000
 # An escape, a class, a count, or one character.
 PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\s*\d[\d,\s]*\}|.", re.DOTALL)
 
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 # What a pattern of Lark's has no room for.
 UNESCAPED, ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL), {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def checked(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema of a request, whose patterns are none that take long to read. Raises ValueError."""
-    left: list[Any] = [schema]
-    for found in left:  # it grows
-        if isinstance(found, list):
-            left += found
-        elif isinstance(found, dict):
-            left += found.values()
-            named = found.get("patternProperties")
-            patterns = found.get("pattern"), *(named if isinstance(named, dict) else ())
-            for pattern in (each for each in patterns if isinstance(each, str)):
-                if len(pattern) > LONGEST_PATTERN or repeated(pattern) > MOST_REPEATED:
-                    allowed = f"at most {LONGEST_PATTERN} characters, and counts within counts of "
-                    raise refuse("pattern", pattern, f"{allowed}at most {MOST_REPEATED} together")
+    for found in walk(schema, schemas=False):  # a reference may make one of any of them
+        named = found.get("patternProperties")
+        patterns = found.get("pattern"), *(named if isinstance(named, dict) else ())
+        for pattern in (each for each in patterns if isinstance(each, str)):
+            if len(pattern) > LONGEST_PATTERN or repeated(pattern) > MOST_REPEATED:
+                allowed = f"at most {LONGEST_PATTERN} characters, and counts within counts of "
+                raise refuse("pattern", pattern, f"{allowed}at most {MOST_REPEATED} together")
     return schema
 
 
-def moved(schema: Any, place: str) -> Any:
-    """With references that hold where it stands at ``place``, "#/.../", of another."""
-    if isinstance(schema, list):
-        return [moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: moved(each, place) for name, each in schema.items()}
-    if isinstance(reference := found.get("$ref"), str) and reference.startswith("#"):
-        found["$ref"] = place.rstrip("/") + reference[1:]
-    return found
+def embedded(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """A schema for a place in another, whose references are its own by its id, a ``name``; under
+    drafts of before 2019 an id beside a reference is none."""
+    return {"$id": f"urn:{name}", **schema, "$schema": DRAFT}
 
 
 def form_of(given: Any) -> dict[str, Any]:

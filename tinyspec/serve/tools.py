@@ -1,5 +1,5 @@
-"""Calls of functions: what a request's tools ask of the text, in the format of the model's own chat
-template.
+"""Calls of functions: how they are written, in the format of the model's own chat template, and the
+grammar that says so.
 
 Hermes and Qwen write ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, Llama an object
 with name and parameters. Where a call must be right (it is forced, ``strict``, the only one, or
@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Set
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from tinyspec.errors import refuse
-from tinyspec.sampling_params import STRUCTURES
-from tinyspec.serve.reading import BEGIN, END, Call, Reading, Thought
-from tinyspec.serve.schemas import answer_rule, checked, moved
+from tinyspec.serve.schemas import checked, embedded
 
+# Stand in a text for the tokens that begin and end a call: no text has these, no JSON.
+BEGIN, END = "\x02\ud800", "\x03\ud800"
+Call = dict[str, Any]
 DECODER = json.JSONDecoder()
 # One byte, as a token of its own.
 BYTE = "<0x{:02X}>"
@@ -58,9 +59,10 @@ class ToolFormat:
         return self.before.strip() or "{"
 
     def rules(
-        self, functions: list[Any], tokenizer: Any, thought: Thought | None, forced: bool = True
+        self, functions: list[Any], tokenizer: Any, never: Set[int], forced: bool = True
     ) -> str:
-        """Of a grammar: a ``call`` is one of ``functions``, ``free`` what stands beside."""
+        """Of a grammar: a ``call`` is one of ``functions``, ``free`` what stands beside, in which
+        its tokens and those of ``never`` do not stand."""
         calls = []
         for function in functions:
             schema = arguments_of(function, forced)
@@ -69,7 +71,7 @@ class ToolFormat:
         call = f"{json.dumps(self.before)} body {json.dumps(self.behind)}"
         for token, mark in self.tokens.items():
             call = call.replace(json.dumps(mark).strip('"'), f'" <[{token}]> "')
-        never = {*self.tokens, *((thought.begin,) if thought else ())}
+        never = never | self.tokens.keys()
         free = f"free: {_none_of(never)}\n"
         if self.first:
             free += f"first: {_none_of(never | beginning(tokenizer, self.begin[0]))}\n"
@@ -83,20 +85,13 @@ class ToolFormat:
         if schema.get("additionalProperties") is not False or names >= {"name", self.arguments}:
             allowed = "an object without additionalProperties beside tools of Llama's format"
             raise refuse("json_schema", "...", f"{allowed}, and not of name and parameters")
-        parts = [moved(schema, "#/anyOf/0/")]
-        for place, function in enumerate(functions, start=1):
-            within = f"#/anyOf/{place}/properties/{self.arguments}/"
-            given = arguments_of(function, forced=False)
-            about = {"name": {"const": function["name"]}, self.arguments: moved(given, within)}
+        parts = [embedded(schema, "answer")]
+        for number, function in enumerate(functions):
+            arguments = embedded(arguments_of(function, forced=False), f"call{number}")
+            about = {"name": {"const": function["name"]}, self.arguments: arguments}
             parts.append({"type": "object", "properties": about, "required": [*about]})
             parts[-1]["additionalProperties"] = False
         return {"json_schema": {"anyOf": parts}}
-
-    def text(self, several: bool) -> str:
-        """Of a grammar: how free text and calls, or at most one, follow each other."""
-        if self.first:
-            return "(call | first free*)?"
-        return "(free | call)*" if several else "free* call?"
 
     def call(self, text: str, names: set[str]) -> tuple[list[Call], str, str]:
         """The call that ``text`` begins with, as OpenAI has it, or none; what in front of where
@@ -168,53 +163,3 @@ def format_of(tokenizer: Any) -> ToolFormat:
     if found is None or "tools" not in template:
         raise refuse("tools", "...", "none: the chat template has no calls of Hermes or Llama")
     return found.of(tokenizer)
-
-
-def chosen(choice: Any, functions: list[Any]) -> tuple[str, list[Any]]:
-    """How a ``tool_choice`` chooses ("none", "auto", "required"), and among which functions.
-    Raises ValueError."""
-    how, names = choice, None
-    if isinstance(choice, dict):
-        allowed = choice.get("allowed_tools")
-        how = allowed["mode"] if allowed else "required"
-        named = allowed["tools"] if allowed else [choice]
-        names = [each.get("function", each).get("name") for each in named]
-    known = {function["name"] for function in functions}
-    if (names is not None and not {*names} <= known) or (how == "required" and not known):
-        raise refuse("tool_choice", choice, "that of a function among the tools")
-    return how, [each for each in functions if names is None or each["name"] in names]
-
-
-def wanted_calls(
-    body: Any, tokenizer: Any, prompts: list[list[int]]
-) -> tuple[Callable[..., Reading], dict[str, Any]]:
-    """What reads the text of each completion of a request, given its ``params`` and ``prompt``, and
-    those that make it say what is asked for. Raises ValueError."""
-    every = [tool["function"] for tool in getattr(body, "tools", ())]
-    how, functions = chosen(getattr(body, "tool_choice", "none"), every)
-    asked = body.form
-    thought = Thought.of(tokenizer) if hasattr(body, "tools") else None
-    read, rules = partial(Reading, tokenizer=tokenizer, thought=thought), ""
-    wanted = "answer" if asked and thought else None
-    if how != "none" and functions:
-        form = format_of(tokenizer)
-        if how == "required" and asked:
-            raise refuse("json_schema", "...", "none where a call is forced")
-        several, forced = body.parallel_tool_calls, how == "required"
-        exact = any(function.get("strict") for function in functions) or not several
-        if exact or forced or asked or len(functions) < len(every):
-            form = replace(form, known=True, first=not form.tokens, answers=bool(asked))
-            wanted = "call" if forced else form.text(several)
-            wanted = "(call | answer)" if asked else wanted
-            rules = form.rules(functions, tokenizer, thought, forced)
-        names = {function["name"] for function in functions}
-        read = partial(read, form, names)
-    if wanted is None:
-        return read, {}
-    if asked:
-        if rules and form.begin == "{":  # one reader of both: no letter tells which it is
-            asked, wanted = form.or_call(asked, functions), "answer"
-        rules += f"answer: {answer_rule(asked)}\n"
-    if thought is not None:
-        wanted, rules = f"thought {wanted}", rules + thought.rule(prompts[0])
-    return read, dict.fromkeys(STRUCTURES) | {"grammar": f"start: {wanted}\n{rules}"}

@@ -46,20 +46,25 @@ def readable_grammar(text: str) -> str:
     return found + text[place:]
 
 
-def _readable(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return {"x-guidance": LAYOUT} if schema is True else schema
+def walk(schema: Any, schemas: bool) -> list[dict[str, Any]]:
+    """Every object in a JSON schema, those within others behind them. schemas: no data and no
+    objects of names, but schemas alone."""
     inner: list[Any] = [schema]
     for found in inner:  # it grows
         if isinstance(found, list):
             inner += found
         elif isinstance(found, dict):
             for key, value in found.items():
-                named = key in NAMED and isinstance(value, dict)
-                inner += value.values() if named else [value] * (key not in DATA)
-    for found in reversed(inner):
-        if isinstance(found, dict):
-            _simplify(found, schema)
+                named = schemas and key in NAMED and isinstance(value, dict)
+                inner += value.values() if named else [value] * (not schemas or key not in DATA)
+    return [found for found in inner if isinstance(found, dict)]
+
+
+def _readable(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return {"x-guidance": LAYOUT} if schema is True else schema
+    for found in reversed(walk(schema, schemas=True)):
+        _simplify(found, schema)
     return {"x-guidance": LAYOUT, **schema}
 
 

@@ -19,13 +19,7 @@ def text_of(
 ) -> str | None:
     """Of a completion of ``prompt`` with these ``params``: stop strings may be left out. None
     without a tokenizer."""
-    if tokenizer is None:
-        return None
-    text, held = TextStream(tokenizer, None, prompt).push(token_ids, last=True) or "", 0
-    if params.hidden_stops:
-        before = prompt[-MOST_BEFORE:]
-        held = hidden(tokenizer, before + token_ids, len(before), params, last=True)
-    return text[: max(0, len(text) - held)]
+    return TextStream(tokenizer, params, prompt).push(token_ids, last=True)
 
 
 class TextStream:

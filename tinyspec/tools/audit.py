@@ -23,7 +23,6 @@ from tinyspec.tools.diff import (
     NOT_COMPARABLE,
     PER_TOKEN,
     SAME,
-    WHOLE,
     Entry,
     Report,
     compare,
@@ -88,17 +87,15 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
         obstacles = [next(_obstacles(output, engine, inputs), None) for output in outputs]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
-    entries = []
+    entries: list[AuditEntry] = []
     for output, obstacle in zip(outputs, obstacles, strict=True):
-        again = next(replayed) if obstacle is None else None
-        for index in range(_count(output.completions) or 1):
-            if obstacle is not None:
-                verdict, reason = obstacle
-                entry = AuditEntry(_name(output), index, verdict, None, reason)
-            else:
-                assert again is not None
-                entry = _entry(output, again, index, engine.tokenizer)
-            entries.append(entry)
+        places = range(_count(output.completions) or 1)
+        if obstacle is None:
+            again = next(replayed)
+            entries += [_entry(output, again, n, engine.tokenizer) for n in places]
+        else:
+            verdict, reason = obstacle
+            entries += [AuditEntry(_name(output), n, verdict, None, reason) for n in places]
     return AuditReport(fingerprint, entries)
 
 
@@ -190,9 +187,7 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
         return AuditEntry(name, index, NOT_COMPARABLE, None, mine.error)
     expected, gaps = _of_prompt(output, again)
     if aborted and (mine.error is not None or len(mine.token_ids) > count):
-        gaps |= dict.fromkeys(
-            WHOLE[:2], "it was aborted: its tokens are verified, its end cannot be"
-        )
+        gaps.append("it was aborted: its tokens are verified, its end cannot be")
         # What the user was told of the end may come from outside.
         error = theirs.error if type(theirs.error) is str else None
         lists = {name: getattr(mine, name) for name in PER_TOKEN}
@@ -201,29 +196,29 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
     if first_place(theirs.token_ids, mine.token_ids) is None:
         text = text_of(tokenizer, output.prompt_token_ids, theirs.token_ids, output.params)
         if (text is None) != (theirs.text is None) and type(theirs.text) in (str, type(None)):
-            gaps["text"] = "text is not verified: the engine or the output has none"
+            gaps.append("text is not verified: the engine or the output has none")
             text = theirs.text
         mine = replace(mine, text=text)
     expected = replace(expected, completions=_with(expected.completions, index, mine))
     found = compare(output, expected, index)
     position, reason = summed_up(found.values())
     verdict = DIFFERS if reason else PARTIAL if gaps else SAME
-    reason = reason or "; ".join(dict.fromkeys(gaps.values()))
+    reason = reason or "; ".join(gaps)
     places = [d.position for d in found.values() if d is not None and d.position is not None]
     return AuditEntry(name, index, verdict, position, reason, tokens=min(places, default=count))
 
 
-def _of_prompt(output: RequestOutput, again: RequestOutput) -> tuple[RequestOutput, dict[str, str]]:
+def _of_prompt(output: RequestOutput, again: RequestOutput) -> tuple[RequestOutput, list[str]]:
     """The replay with what it has of the prompt, as far as neither had ended before; what is
     missing, and why. Texts of thoughts count where both have some."""
     began = not all(identical(completion.token_ids, []) for completion in output.completions)
-    gaps: dict[str, str] = {}
+    gaps = list[str]()
     found, logprobs = output.prompt_logprobs, again.prompt_logprobs
     if type(found) is list and logprobs is not None and len(found) == len(logprobs):
         pairs = zip(found[1:], logprobs[1:], strict=True)
         known = [f if own is None or (f is None and not began) else own for f, own in pairs]
         if None in known or None in logprobs[1:]:
-            gaps["prompt_logprobs"] = "not all of its prompt's log-probabilities were known"
+            gaps.append("not all of its prompt's log-probabilities were known")
         logprobs = logprobs[:1] + known
     theirs, thoughts = output.thoughts, again.thoughts
     if type(theirs) is list and thoughts is not None:
@@ -231,7 +226,7 @@ def _of_prompt(output: RequestOutput, again: RequestOutput) -> tuple[RequestOutp
             if type(thought) is Thought and None in (thought.text, own.text):
                 thoughts = _with(thoughts, n, replace(own, text=thought.text))
         if not began and len(theirs) < len(thoughts):
-            gaps["thoughts"] = "it was aborted before all of its prompt was thought about"
+            gaps.append("it was aborted before all of its prompt was thought about")
             thoughts = thoughts[: len(theirs)]
     return replace(again, prompt_logprobs=logprobs, thoughts=thoughts), gaps
 

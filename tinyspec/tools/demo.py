@@ -77,17 +77,6 @@ class Demo:
         alone = self.engine.generate(self.prompts[0], mine)
         return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
-    def find(self, patience: float) -> tuple[int, list[RequestOutput], int]:
-        """The first seed, of those chosen beforehand and then of all, with which the plain request
-        says something else in the crowd, its outputs, and how many were tried; the last of them
-        where none does in time."""
-        begun = time.perf_counter()
-        for tried, one in enumerate(chain(SEEDS, count()), 1):
-            pair = self.pair(one, deterministic=False)
-            if _parts_at(pair) is not None or time.perf_counter() - begun >= patience:
-                return one, pair, tried
-        raise AssertionError("seeds do not end")
-
     def show(self, pair: list[RequestOutput]) -> None:
         """Both texts, one below the other, or one where they are the same."""
         at = _parts_at(pair)
@@ -190,15 +179,22 @@ def demo(
 
 
 def show_plain(one: Demo, patience: float) -> int:
-    """What the plain request says alone and in the crowd; the seed it was shown with."""
+    """What the plain request says alone and in the crowd; the seed it was shown with: the first, of
+    those chosen beforehand and then of all, with which that differs, or where none does in time the
+    last."""
     dtype = str(one.engine.model.dtype).removeprefix("torch.")
     print(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
     print(f"{TEMPERATURE} with a seed: alone, and among {len(one.others)} others.\n")
-    found, plain, tried = one.find(patience)
+    begun, tried = time.perf_counter(), 0
+    for found in chain(SEEDS, count()):
+        plain, tried = one.pair(found, deterministic=False), tried + 1
+        at = _parts_at(plain)
+        if at is not None or time.perf_counter() - begun >= patience:
+            break
     print(styled(sys.stdout, "bold", f"deterministic=False, seed {found}"))
     one.show(plain)
     pairs = list(zip(*(o.completions[0].logprobs or [] for o in plain), strict=False))
-    at, more = _parts_at(plain), f" ({tried} seeds tried)" if tried > 1 else ""
+    more = f" ({tried} seeds tried)" if tried > 1 else ""
     says = "no text differed on this machine" if at is None else f"another text from token {at + 1}"
     bits = f"the bits of {sum(a != b for a, b in pairs)} of {len(pairs)} log-probabilities differ"
     print(f"  {says}{' on' if at is not None else ''}{more}; {bits}\n")

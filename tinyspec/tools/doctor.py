@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -107,24 +108,19 @@ def doctor(
     an engine or one that does not fit the model, and for an engine that is closed or has unfinished
     requests. Those of other threads that begin meanwhile wait.
     """
-    begun = time.perf_counter()
-    if isinstance(model_or_engine, Engine):
-        if config is not None:
+    begun, engine = time.perf_counter(), model_or_engine
+    with ExitStack() as stack:
+        if not isinstance(engine, Engine):
+            try:
+                engine = stack.enter_context(Engine(engine, config=config))
+            except TinyspecError as error:
+                if not isinstance(model_or_engine, nn.Module):
+                    raise
+                return _report(model_or_engine, begun, problems=(str(error),))
+        elif config is not None:
             raise refuse("config", config, "None for an engine, which has its own config")
-        return _examine(model_or_engine, fresh, begun)
-    try:
-        engine = Engine(model_or_engine, config=config)
-    except TinyspecError as error:
-        if not isinstance(model_or_engine, nn.Module):
-            raise
-        return _report(model_or_engine, begun, problems=(str(error),))
-    with engine:
-        return _examine(engine, fresh, begun)
-
-
-def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
-    with engine.driver.turn("doctor"), at_once():
-        found = _found(engine, fresh)
+        with engine.driver.turn("doctor"), at_once():
+            found = _found(engine, fresh)
     return _report(engine.model, begun, **found)
 
 

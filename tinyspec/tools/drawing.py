@@ -69,20 +69,17 @@ def _head(record: PassRecord, wide: int) -> Cell:
 
 def _tokens(run: Run, one: PassRecord, work: TracedWork, wide: int) -> Row:
     """What a completion has in a pass; its prompt takes the width that its tokens leave."""
-    cells = [Cell(_sign(n), n, _title(run, work)) for n in cells_of(work, one.canonical)]
+    parts = [f"{lane_name(work.lane)}: {title(work)}, from position {work.start}"]
+    parts += [f"drafts {run.text(*work.drafts)}"] if work.drafts else []
+    parts += [f"committed {run.text(*work.tokens)}"] if work.tokens else []
+    parts.append(f"KV: {work.kv} tokens and {work.kv_drafts} drafts, {work.pages} pages")
+    told = "; ".join(parts + ([f"ended: {work.end}"] if work.end else []))
+    cells = [Cell(_sign(name), name, told) for name in cells_of(work, one.canonical)]
     left = _blank(wide - len(cells))
     if work.kind == PROMPT:
         cells[0].text += left.text
         return cells
     return [*cells, left]
-
-
-def _title(run: Run, work: TracedWork) -> str:
-    parts = [f"{lane_name(work.lane)}: {title(work)}, from position {work.start}"]
-    parts += [f"drafts {run.text(*work.drafts)}"] if work.drafts else []
-    parts += [f"committed {run.text(*work.tokens)}"] if work.tokens else []
-    parts.append(f"KV: {work.kv} tokens and {work.kv_drafts} drafts, {work.pages} pages")
-    return "; ".join(parts + ([f"ended: {work.end}"] if work.end else []))
 
 
 def svg(drawings: list[list[Row]]) -> str:
