@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tinyspec.model.install import KeepsHidden
 from tinyspec.model.linears import RowTiles
 from tinyspec.model.quantized import layout
 from tinyspec.model.torch_state import global_hooks
@@ -86,6 +87,8 @@ def functions(model: nn.Module) -> dict[str, Any]:
     kinds: dict[type, Any] = {}
     for name, module in model.named_modules():
         kind = type(module)
+        if isinstance(module, KeepsHidden):  # no bit depends on it
+            kind = kind.__bases__[-1]
         if kind not in kinds:
             kinds[kind] = class_description(kind)
         own = users_forward(module)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.drafts.mtp import HeadRunner
 from tinyspec.errors import named
 from tinyspec.model.install import install
 from tinyspec.model.quantized import trace
@@ -93,13 +94,22 @@ class Assistant:
         target = self._target
         assert target.config.max_model_len and target.config.max_rows
         positions = min(target.config.max_model_len, max_positions(model))
+        is_head = hasattr(model, "mtp_head")
         config = replace(target.config, max_model_len=positions, cuda_graphs=False)
+        config = replace(config, drafter="mtp" if is_head else None)
         served = install(model, config, None, target.served.autocast.dtype)
         served.let_go()
+        served.hidden = 0  # a head's lie with the target's
         buckets = Buckets(target.config.max_rows, target.buckets.reference)
-        self._runner = ModelRunner(served, self._pool, target.kernels, buckets, config)
+        given = served, self._pool, target.kernels, buckets, config
+        self._runner = HeadRunner(target, *given) if is_head else ModelRunner(*given)
         self._runner.memory.shares, self._runner.prepacked = True, target.prepacked
         target.beside = served
+
+    @property
+    def _shift(self) -> int:
+        """Of the place of a token's row before the token's own."""
+        return 0 if self._runner is None else self._runner.memory.shift
 
     def observe(self, accepted: Mapping[int, int], rejected: Mapping[int, int]) -> None:
         """A pass verified drafts: by drafter, how many were accepted, and how many sequences had
@@ -220,6 +230,7 @@ class Assistant:
         known = pool.seen[pages] & (place < table.num_pages[rows, None])
         known = known.cumprod(1).sum(1) * pool.page_size  # what others have read
         starts = np.maximum(table.seen[rows], np.minimum(known, table.computed[rows]))
+        starts = np.maximum(starts, self._shift)
         behind = np.maximum(ends - starts, 0)
         order = np.argsort(behind, kind="stable")
         rows, starts, behind, limits = (x[order] for x in (rows, starts, behind, limits))
@@ -239,7 +250,7 @@ class Assistant:
         [n]; one after the other, all rows in one pass."""
         table = self._table
         table.proposed[rows] = tokens >= 0
-        asked = len(rows)
+        asked, begun = len(rows), rows
         for number in range(1, int(limits.max(initial=0)) + 1):
             found = tokens >= 0
             rows, limits, tokens = rows[found], limits[found], tokens[found]
@@ -255,6 +266,8 @@ class Assistant:
             tokens = self._run(rows, ends - 1, ends, np.ones_like(rows))
         if asked and not self._drawn:
             self._sit_out()
+        if self._shift:  # read again, from the hidden states that the target will have computed
+            table.seen[begun] = np.minimum(table.seen[begun], table.length[begun])
 
     def _run(self, rows: Array, starts: Array, ends: Array, yields: Array) -> Array:
         """Read positions ``starts`` to ``ends - 1`` of ``rows`` [n]; the tokens that follow those
@@ -276,6 +289,10 @@ class Assistant:
         if any(n not in sampled.errors for n in np.flatnonzero(tokens < 0).tolist()):
             self._warn(f"gave no token: {NOT_FINITE}")
         table.seen[rows] = ends
+        if isinstance(runner, HeadRunner):
+            last = ends[yields > 0] - 1
+            page, offset = np.divmod(last, self._pool.page_size)
+            runner.guess(table.pages[rows[yields > 0], page] * self._pool.page_size + offset)
         runner.buckets.ran(step.bucket, False, charged_since(began, runner.device.type))
         return tokens
 

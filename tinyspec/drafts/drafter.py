@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from transformers import PreTrainedModel
 
+from tinyspec.drafts.mtp import head_of
 from tinyspec.errors import refuse
 from tinyspec.model.supported import recurrent_layers, vocab_size
 from tinyspec.model.torch_state import callers_modes
@@ -116,13 +117,20 @@ def make_drafter(
         return None
     if choice == "ngram":
         return NgramDrafter()
+    if choice == "mtp":
+        try:
+            return head_of(served)
+        except ValueError as error:
+            raise refuse(field, choice, f"a model of a checkpoint with a head: {error}") from error
     if isinstance(choice, PreTrainedModel):
         if (reason := assistant_refusal(choice, served)) is not None:
             raise refuse(field, type(choice).__name__, f"another model: this one has {reason}")
         return choice
     if isinstance(choice, Drafter):
         return choice
-    raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')
+    raise refuse(
+        field, choice, 'None, "ngram", "mtp", a model, or anything with propose(sequences, n)'
+    )
 
 
 def proposals(drafter: Drafter, histories: list[Any], n: int, thread: int) -> Proposals:

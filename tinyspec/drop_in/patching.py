@@ -18,7 +18,6 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import MaxLengthCriteria
 
 from tinyspec.config import EngineConfig
-from tinyspec.drafts.drafter import make_drafter
 from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.forward import PatchedForward, plain_forwards
 from tinyspec.drop_in.prepare import prepare
@@ -126,7 +125,6 @@ class PatchedGenerate(Method):
         self._releases = releases
         self.seeds: list[int | None] = []
         self._logged: set[str] = set()
-        self._drafter = make_drafter(self._config.drafter, model)
         # Guards those below: the calls that the engine serves now, and whether others may come.
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
@@ -221,6 +219,8 @@ class PatchedGenerate(Method):
         arguments = _SIGNATURE.bind(self._model, *args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         del arguments["self"]
+        if self._config.drafter == "mtp":  # transformers serves it for some models alone
+            arguments.pop("use_mtp", None)
         if arguments.get("custom_generate") is generate:  # no other than this
             del arguments["custom_generate"]
         seeds = self._defaults, self._row_seeds
@@ -228,7 +228,7 @@ class PatchedGenerate(Method):
         if not call.unserved:
             try:
                 with self.serving() as engine:
-                    sequences = run(engine, call, call.drafter() or self._drafter)
+                    sequences = run(engine, call, call.drafter() or engine.drafter)
             except UnsupportedModelError as error:  # the model has changed since the last call
                 call.unserved.append(f"the model as it is now ({error})")
         if call.unserved:
@@ -289,7 +289,7 @@ class PatchedGenerate(Method):
         begun, sequences = time.perf_counter(), []
         if not call.unserved:
             with self.serving() as engine:
-                sequences = run(engine, call, call.drafter() or self._drafter)
+                sequences = run(engine, call, call.drafter() or engine.drafter)
         if call.unserved:  # rows of code for the whole batch may not all fit, which ``run`` finds
             unserved = ", ".join(dict.fromkeys(call.unserved))
             raise NotImplementedError(

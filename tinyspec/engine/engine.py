@@ -83,7 +83,7 @@ class Engine:
         assert config.page_size and config.max_rows and config.reference_rows
         if (reason := backend.refusal(config.backend, device)) is not None:
             raise refuse("backend", config.backend, reason)
-        drafter = make_drafter(config.drafter, own)
+        self.drafter = drafter = make_drafter(config.drafter, own)
         self.model, self.tokenizer, self.config = own, tokenizer, config
         self.autocast = autocast_of(model, device)
         if self.autocast is not None and thinking is not None:

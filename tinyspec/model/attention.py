@@ -114,6 +114,7 @@ class AttentionContext:
     """
 
     kernels: Kernels
+    hidden: Tensor | None = None  # the last ones of a pass [R, H], where they are kept
 
     def __init__(self, autocast: Autocast = NO_AUTOCAST) -> None:
         self.autocast = autocast
@@ -179,7 +180,7 @@ class AttentionContext:
     def end(self) -> None:
         """The pass has ended or failed."""
         self.metadata = self.slot_mapping = self.positions = self.tape = self._pending = None
-        self.prepacked = None
+        self.prepacked = self.hidden = None
 
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a pass: what makes a block that goes on from here, in any thread, also

@@ -24,6 +24,7 @@ from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model import openmp
 from tinyspec.model.attention import (
     IMPLEMENTATION,
+    AttentionContext,
     PagedAttention,
     paged_attention_function,
 )
@@ -37,6 +38,7 @@ from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
 from tinyspec.model.recurrent import NO_FUNCTIONS, recurrent_stand_ins
 from tinyspec.model.served_model import ServedModel
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.short_conv import conv_stand_ins
 from tinyspec.model.supported import (
     LEAST_POSITIONS,
@@ -137,6 +139,25 @@ def install(
     return served
 
 
+class KeepsHidden(nn.Module):
+    """A decoder that leaves its last hidden states to the pass."""
+
+    tinyspec_context: AttentionContext
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's output."""
+        found = super().forward(*args, **kwargs)
+        self.tinyspec_context.hidden = found.last_hidden_state[0]
+        return found
+
+
+def keep_hidden(served: ServedModel) -> None:
+    """Let passes keep their last hidden states beside keys and values."""
+    decoder = served.model.get_decoder()
+    served.swap({decoder: standing_in(decoder, KeepsHidden, tinyspec_context=served.context)})
+    served.hidden = int(served.model.config.hidden_size)
+
+
 def fuses_layers(config: EngineConfig) -> bool:
     """Whether decoder layers run by fused kernels where these agree with them: a CPU has none."""
     return config.backend == "triton"
@@ -179,6 +200,8 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         served.swap(kernel_stand_ins(model, linear))
     if served.autocast.dtype is None:  # which they would not follow
         served.swap(cpu_stand_ins(model, context))
+    if config.drafter == "mtp":
+        keep_hidden(served)
 
 
 def _swap_attention(served: ServedModel, last: int) -> None:

@@ -46,6 +46,7 @@ class ServedModel:
     layers: heads of every attention call of a forward, in order. channels: of every short
     convolution, recurrent: of every recurrent layer, in order of the modules. swapped: in the order
     of swapping.
+    hidden: width of the last hidden states, where passes keep them in pages; else 0.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
     written: names of buffers, and parameters of the user's modules, that passes were seen to write
     to since weights changed otherwise.
@@ -62,7 +63,7 @@ class ServedModel:
         self.layers: list[LayerShape] = []
         self.channels: list[int] = []
         self.recurrent: list[RecurrentShape] = []
-        self.keeps_logits = True
+        self.keeps_logits, self.hidden = True, 0
         self.swapped: list[Swapped] = []
         self.tiles = RowTiles(self.context)
         self.bound = [module for module in self.model.modules() if calls_interface(module)]

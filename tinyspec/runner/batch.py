@@ -96,9 +96,10 @@ class PassMemory:
     launch the same whatever they hold, as the Triton kernels' do. kept: as of AttentionMetadata.
     ring: places of a sequence's ring, where the model has recurrent layers; else 0. shares: whether
     rows on shared pages write there what others would, instead of running for their logits only.
+    shift: rows lie so many places before their token's.
     """
 
-    ring, shares = 0, False
+    ring, shares, shift = 0, False, 0
 
     def __init__(self, config: EngineConfig, buckets: Buckets, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
@@ -150,8 +151,8 @@ class PassMemory:
         row, position = step.rows, step.starts
         if not step.single:
             row, position = row.repeat(step.counts), spread(position, step.counts)
-        tokens[:total], positions[:total] = table.ids[row, position], position
-        page, offset = np.divmod(position, self._page_size)
+        tokens[:total], positions[:total] = table.ids[row, position], position - self.shift
+        page, offset = np.divmod(position - self.shift, self._page_size)
         slots[:total] = table.pages[row, page] * np.int64(self._page_size) + offset
         if not self.shares:
             slots[:total][position < table.frozen[row]] = -1
@@ -169,7 +170,7 @@ class PassMemory:
                 owners, ends = owners.repeat(step.counts), ends.repeat(step.counts)
             later = position >= ends - self.ring  # there is a place for the last ones
             places[:total][later] = (owners * self.ring + position % self.ring)[later]
-        lengths[:count] = step.ends
+        lengths[:count] = step.ends - self.shift
         first_rows[1 : count + 1], first_rows[count + 1 :] = step.cu_rows, total
         width = table.num_pages[step.rows].max()
         step.page_table = np.ascontiguousarray(table.pages[step.rows, :width])

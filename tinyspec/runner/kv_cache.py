@@ -48,6 +48,7 @@ class KVCache:
     For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
     their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
     Triton kernels need, and take their memory at once. written: pages up to the last that was.
+    hidden: last hidden states [num_pages, page_size, 1, width], if they are kept.
     beside: of a second model, on pages of the same numbers: what is zeroed and copied here is
     there, too.
     """
@@ -71,7 +72,9 @@ class KVCache:
         shapes = [(layer.num_kv_heads, layer.head_dim, dtype) for layer in served.layers]
         self.k, self.v = ([pool(*shape) for shape in shapes] for _ in range(2))
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
-        self.pools = (*self.k, *self.v, *self.rows)
+        self.hidden = pool(1, served.hidden, served.dtype) if served.hidden else None
+        kept = () if self.hidden is None else (self.hidden,)
+        self.pools = (*self.k, *self.v, *self.rows, *kept)
         self.states = [layer.states(*states, new) for layer in served.recurrent]
         self.kind, self._device = self.kind_of(served, dtype), served.model.device
         self.page_size = page_size
@@ -82,13 +85,14 @@ class KVCache:
     @staticmethod
     def kind_of(served: ServedModel, dtype: torch.dtype) -> tuple[object, ...]:
         """Equal for models that the same pages fit."""
-        return served.layers, served.channels, served.recurrent, served.dtype, dtype
+        kept = served.channels, served.hidden
+        return served.layers, *kept, served.recurrent, served.dtype, dtype
 
     @staticmethod
     def page_bytes(served: ServedModel, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers."""
         width = sum(layer.num_kv_heads * layer.head_dim for layer in served.layers)
-        rows = sum(served.channels) * served.dtype.itemsize
+        rows = (sum(served.channels) + served.hidden) * served.dtype.itemsize
         return page_size * (2 * width * dtype.itemsize + rows)
 
     @staticmethod

@@ -40,10 +40,12 @@ class ModelRunner:
     served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
     graphs: of passes by the Triton kernels, which run at fixed addresses. prepacked: copies of
     weights, for passes on the engine's own pages. states: how many sequences have states of
-    recurrent layers, and places of their rings. beside: a second model on the same pages.
+    recurrent layers, and places of their rings. beside: a second model on the same pages. hidden:
+    where passes keep their last hidden states, if they do.
     """
 
     beside: ServedModel | None = None
+    hidden: Tensor | None = None
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class ModelRunner:
         """Run this model from now on, on pages of its own where it has others; no pass may be
         running."""
         model, before = served.model, self._cache
-        self._context.hold()  # the model of before is collected late
+        self._hold(None)  # the model of before is collected late
         self.graphs.clear()
         self.served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
@@ -87,14 +89,19 @@ class ModelRunner:
             if before.kind != KVCache.kind_of(served, self.kv_dtype):
                 self.release()
             else:
-                self._context.hold(*before.held)
+                self._hold(before)
+
+    def _hold(self, cache: KVCache | None) -> None:
+        """Let passes read and write these pages."""
+        self._context.hold(*(() if cache is None else cache.held))
+        self.hidden = None if cache is None else cache.hidden
 
     @property
     def cache(self) -> KVCache:
         """The KV pool; allocated when first needed and again after ``release``."""
         if self._cache is None:
             self._cache = cache = self.pages(self._pool.num_pages)
-            self._context.hold(*cache.held)
+            self._hold(cache)
         return self._cache
 
     @property
@@ -146,19 +153,20 @@ class ModelRunner:
         self.drop_graphs()
         self._cache = None
         self.memory.kept.clear()
-        self._context.hold()
+        self._hold(None)
         self.torch_state.stream.give_back()
 
     @contextmanager
     def on_pages(self, cache: KVCache) -> Iterator[KVCache]:
         """Passes of the ``with`` block read and write ``cache`` instead of the engine's pool."""
         context = self._context
-        before = context.k, context.v, context.rows, context.states
-        context.hold(*cache.held)
+        before, hidden = (context.k, context.v, context.rows, context.states), self.hidden
+        self._hold(cache)
         try:
             yield cache
         finally:
             context.hold(*before)
+            self.hidden = hidden
 
     def run(self, step: Step, before: Tensor | None = None, hooks: Hooks | None = None) -> Tensor:
         """Run a pass that is packed and return logits [N, V], as ``forward``.
@@ -234,11 +242,19 @@ class ModelRunner:
                 run = self.model if tape is None else self.model.forward
                 output = run(**self._inputs(batch), **more, **self._always)
             context.check()
+            if context.hidden is not None:
+                self.keep(context.hidden.detach(), batch, keep)
         finally:
             context.end()
         logits = output.logits.squeeze(0)
         gathered = keep is None or self.served.keeps_logits
         return logits if gathered else logits[keep], output
+
+    def keep(self, hidden: Tensor, batch: Batch, keep: Tensor | None) -> None:
+        """Keep the last hidden states [N, H] of a pass whose rows ``keep`` give logits."""
+        if self.hidden is not None:
+            rows = hidden.to(self.hidden.dtype), batch.slot_mapping
+            self.kernels.keep_rows(self.hidden.flatten(2), *rows, batch.metadata)
 
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a canonical pass: what makes a block that goes on from here, also after
