@@ -34,7 +34,8 @@ _PAGE = allowed(
     lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
 )
 _DRAFTER = allowed(
-    'None, "ngram", a model or a Drafter', lambda x: not isinstance(x, str) or x == "ngram"
+    'None, "ngram", a model, ("ngram", model) or a Drafter',
+    lambda x: not isinstance(x, str) or x == "ngram",
 )
 
 
@@ -53,7 +54,7 @@ class EngineConfig(Settings):
     verify: how canonical tokens are computed. "auto" takes the cheapest way at every step; "direct"
         and "padded" run every deterministic token in a canonical bucket, which for "direct" must be
         the smallest that holds the rows; "always" drafts, and verifies in the reference bucket.
-    drafter: None (the fast path), "ngram", an assistant model, or a Drafter.
+    drafter: None (the fast path), "ngram", an assistant model, ("ngram", model), or a Drafter.
     backend: "triton", "torch" (the twins), or "auto": by device.
     trace: keep what every row of the latest passes was for, and what became of it, for
         ``engine.trace``: of 10,000 passes (True), or of so many. Changes no bit.

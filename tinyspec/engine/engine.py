@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
 from tinyspec.determinism.fingerprint import ExtraModules
-from tinyspec.drafts.drafter import make_drafter
+from tinyspec.drafts.drafter import in_order, make_drafter
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.driver import not_copied
 from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
@@ -101,8 +101,9 @@ class Engine:
         admission.checkpoints.on = bool(served.recurrent)
         check_parity(served, runner)
         self.core = EngineCore(config, admission, runner, tokenizer, self._thinker)
-        if isinstance(drafter, PreTrainedModel):
-            self.core.assistant.serve(drafter)
+        for one in in_order(drafter):
+            if isinstance(one, PreTrainedModel):
+                self.core.assistant.serve(one)
         if not self._grows:
             pool.resize(runner.most_pages())
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
