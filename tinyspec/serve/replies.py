@@ -83,6 +83,7 @@ class Reply:
     prompt_tops: list[Any] = field(default_factory=list)
     prompt_told: list[Any] | None = None
     _cached: dict[int, int] = field(default_factory=dict)
+    _drafts: list[tuple[int, int]] = field(default_factory=list)
     _choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class Reply:
         self.fingerprint = event.fingerprint or self.fingerprint
         self.generated += len(event.token_ids)
         self._cached.setdefault(event.prompt, event.cached_prompt_tokens or 0)
+        self._drafts += [event.drafts] if event.drafts is not None else []
         key = event.prompt, event.index
         if key not in self._choices:
             prompt = self.prompts[event.prompt]
@@ -132,9 +134,16 @@ class Reply:
     @property
     def usage(self) -> dict[str, Any]:
         counts = [sum(map(len, self.prompts)), self.generated]
-        found = dict(zip(self.counted, counts, strict=True))
+        found: dict[str, Any] = dict(zip(self.counted, counts, strict=True))
         details = {"cached_tokens": sum(self._cached.values())}
-        return {**found, "total_tokens": sum(counts), f"{self.counted[0]}_details": details}
+        found |= {"total_tokens": sum(counts), f"{self.counted[0]}_details": details}
+        if self._drafts:
+            accepted, rejected = map(sum, zip(*self._drafts, strict=True))
+            found[f"{self.counted[1]}_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return found
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.reply_id, "object": kind, "created": self.created}
