@@ -37,9 +37,9 @@ STARTS = {1: (0,), 2: (0, 3)}
 SEED = 1
 
 
-def bundled() -> LlamaForCausalLM:
-    """The model that both are made from, in fp32."""
-    model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+def bundled(folder: Path = BUNDLED) -> LlamaForCausalLM:
+    """The model that both are made from, in fp32, or another one."""
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 

@@ -34,7 +34,7 @@ from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.costs import charged_since, clocks
 from tinyspec.scheduler.passes import FAST_PATH, PROMPT
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.scheduler import NONE, Scheduler
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import Step, spread
 
@@ -128,6 +128,8 @@ class Assistant:
         except Exception as error:
             self._warn(f"raised {named(error)}")
             self._sit_out()
+        if not self._drawn:
+            self._sampler.keep_noise(NONE, NONE, 0)
         return self._drawn, id(model)
 
     def _warn(self, what: str) -> None:

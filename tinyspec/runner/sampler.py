@@ -195,18 +195,19 @@ class Sampler:
 
     def keep_noise(self, keys: Array, positions: Array, vocab_size: int) -> None:
         """Draw the noise of these tokens [N] at once, for their drafts and for the verify; other
-        noise is kept no longer, and none where it is much. The Triton kernel draws it anew: it
-        waits for the logits, not for numbers."""
-        if self.kernels.backend != "torch" or len(keys) * vocab_size > MOST_NOISE:
-            self._at = {}
+        noise is kept no longer, and none where it is much. The Triton kernel draws noise as it
+        reads logits, and keeps none."""
+        before, known = self._noise, self._at if self._noise.shape[1] == vocab_size else {}
+        self._noise, self._at = torch.empty(0, 0), {}
+        if self.kernels.backend != "torch" or not 0 < len(keys) * vocab_size <= MOST_NOISE:
             return
         pairs = list(zip(keys.tolist(), positions.tolist(), strict=True))
-        kept = [pair for pair in pairs if pair in self._at]
-        new = [pair for pair in pairs if pair not in self._at]
+        kept = [pair for pair in pairs if pair in known]
+        new = [pair for pair in pairs if pair not in known]
         numbers = torch.tensor(new, dtype=torch.int64).view(-1, 2)
         drawn = gumbel(numbers[:, 0], numbers[:, 1], vocab_size)
         if kept:
-            drawn = torch.cat([self._noise[[self._at[pair] for pair in kept]], drawn])
+            drawn = torch.cat([before[[known[pair] for pair in kept]], drawn])
         self._noise, self._at = drawn, {pair: n for n, pair in enumerate([*kept, *new])}
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
@@ -271,7 +272,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens of ``rows`` [N, V] by ``columns`` [N] and, if wanted, log-probabilities."""
         temperature, keys, positions, _ = columns
-        if self._at and temperature is not None and columns[3] is None:
+        known = self._at and self._noise.shape[1] == rows.shape[1]
+        if known and temperature is not None and columns[3] is None:
             assert keys is not None and positions is not None
             pairs = zip(keys.tolist(), positions.tolist(), strict=True)
             places = torch.tensor([self._at.get(pair, -1) for pair in pairs])
