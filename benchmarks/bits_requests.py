@@ -4,6 +4,7 @@ beside which. Uses the public API only, so that it runs on any version.
 
 from __future__ import annotations
 
+import copy
 import random
 import zlib
 from collections import Counter
@@ -94,6 +95,16 @@ class HalfTrueDrafter:
                 rest = enumerate(text[len(tokens) :])
                 return [(t + 1) % VOCAB if place % 3 == 2 else t for place, t in rest]
         return [(7 * tokens[-1] + 3) % VOCAB] * 4
+
+
+def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The same with other weights, which is right now and then."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in other.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight += (0.1 * weight.float().std(correction=0) * noise).to(weight.dtype)
+    return other
 
 
 class Writer:
@@ -215,6 +226,10 @@ class Writer:
             drafted = engine.generate(self.prompts[2:8], asked[2:8])
         self.add("half-true drafter", drafted, first=2)
         self.same_bits(outputs[2:8], drafted)
+        assisted = EngineConfig(page_size=PAGE, verify="always", drafter=assistant_of(self.model))
+        with Engine(self.model, config=assisted) as engine:
+            self.same_bits(outputs, engine.generate(self.prompts, asked))
+            self.seen["deterministic accepted of an assistant"] += engine.stats().accepted
         with Engine(self.model, config=EngineConfig(linear="always", max_rows=256)) as engine:
             self.add("linear kernel, large pages", engine.generate(self.prompts[6:11], asked[6:11]))
         self.drop_in(deterministic=True)

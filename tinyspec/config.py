@@ -34,7 +34,7 @@ _PAGE = allowed(
     lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
 )
 _DRAFTER = allowed(
-    'None, "ngram", "mtp", a model or a Drafter',
+    'None, "ngram", "mtp", a model, ("ngram", model or "mtp") or a Drafter',
     lambda x: not isinstance(x, str) or x in ("ngram", "mtp"),
 )
 
@@ -55,7 +55,7 @@ class EngineConfig(Settings):
         and "padded" run every deterministic token in a canonical bucket, which for "direct" must be
         the smallest that holds the rows; "always" drafts, and verifies in the reference bucket.
     drafter: None (the fast path), "ngram", "mtp" (the head of the model's checkpoint), an assistant
-        model, or a Drafter.
+        model, one of these two behind "ngram" (a tuple), or a Drafter.
     backend: "triton", "torch" (the twins), or "auto": by device.
     trace: keep what every row of the latest passes was for, and what became of it, for
         ``engine.trace``: of 10,000 passes (True), or of so many. Changes no bit.

@@ -158,6 +158,7 @@ class StreamEvent:
     prompt_logprobs: as in ``RequestOutput``; the latter in a completion's first event with tokens.
     num_prompt_tokens, cached_prompt_tokens: the prompt's, and those taken from the prefix cache.
     prompt: which of the call's prompts, from 0. queue_seconds: until the completion first ran.
+    accepted, rolled_back: drafts of the completion, in its last event.
     """
 
     request_id: str
@@ -175,4 +176,6 @@ class StreamEvent:
     num_prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     prompt: int = 0
+    accepted: int = 0
+    rolled_back: int = 0
     queue_seconds: float = field(default=0.0, compare=False)

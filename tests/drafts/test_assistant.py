@@ -568,7 +568,7 @@ def test_one_that_does_not_pay_is_left_alone():
     params = SamplingParams(max_new_tokens=200, deterministic=True, ignore_eos=True)
     with engine_of(model, drafter=other) as engine:
         cost(engine)
-        seconds = engine.core.assistant._runner.buckets
+        seconds = engine.core.assistant.runner.buckets
         seconds.seconds = lambda bucket, canonical=False: 50.0
         rows.take()
         engine.generate([text(9, 1)], params)

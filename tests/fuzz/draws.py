@@ -5,16 +5,20 @@ Knows models, requests and settings by name; makes and runs nothing.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from tests.fuzz.influences import BUILD, CALLS, CODE, PROOF, STEPS, TABLE, Influence
-from tests.fuzz.models import POISON, SPECIAL, VOCAB, ModelDraw, draw_model, pristine
+from tests.fuzz.models import POISON, SPECIAL, VOCAB, ModelDraw, draw_model, larger, pristine
 from tests.support.mixes import HalfLiar, Liar
 from tinyspec import SamplingParams
+from tinyspec.model.supported import recurrent_layers
 
 LENGTH = 256
 # Runs that share a stock of models: facts about a model are found once.
@@ -123,13 +127,18 @@ def draw(seed: str, number: int, classes: Collection[str] = ()) -> RunDraw:
         others=_others(rng, stepping),
         settings=_settings(rng, reference_rows)
         | {"overlap": rng_of(seed, number, "overlap").random() < 0.4},
-        drafter=rng.choice((None, None, "ngram", "liar", "half a liar")),
+        drafter=_drafter(rng, rng_of(seed, number, "assistant")),
         stepping=stepping,
         influence=influence,
         enter=enter,
         leave=_leave(rng, enter, stepping),
         inside=where == CODE,
     )
+
+
+def _drafter(rng: random.Random, assistant: random.Random) -> str | None:
+    other = rng.choice((None, None, "ngram", "liar", "half a liar"))
+    return "assistant" if assistant.random() < 0.2 else other
 
 
 def _leave(rng: random.Random, enter: Point, stepping: bool) -> Point:
@@ -236,4 +245,9 @@ def drafter_of(draw: RunDraw, truths: list[list[int]]) -> Any:
         return Liar(draw.number)
     if draw.drafter == "half a liar":
         return HalfLiar(truths, draw.number)
+    if draw.drafter == "assistant":  # with the same weights, or where that may not be without
+        other = copy.deepcopy(pristine(draw.model))
+        if isinstance(other, PreTrainedModel) and not recurrent_layers(other):
+            return other
+        return larger("llama", draw.number)
     return draw.drafter

@@ -167,6 +167,13 @@ def _shaped(draw: ModelDraw) -> PreTrainedModel:
     return _seeded(draw.seed, lambda: AutoModelForCausalLM.from_config(config)).eval()
 
 
+def larger(kind: str, seed: int) -> PreTrainedModel:
+    """A model with more tokens than any that is drawn."""
+    config = zoo.config_of(kind)
+    config.vocab_size = 512
+    return _seeded(seed, lambda: AutoModelForCausalLM.from_config(config)).eval()
+
+
 def _wide(draw: ModelDraw) -> PreTrainedModel:
     config = zoo.config_of("gpt2")
     config.n_layer, config.n_inner = 1, 2048

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_chat(parser: ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the first message, from the system")
-    common.add_options(parser, *common.MODEL)
+    common.add_options(parser, *common.MODEL, "drafter")
     common.add_sampling(
         parser, [name for name in common.SAMPLING if name != "num_return_sequences"]
     )

@@ -50,6 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "max_rows": {"type": int, "metavar": "N", "help": "default: 2048"},
     "max_model_len": {"type": int, "metavar": "N", "help": "tokens of prompt and answer"},
     "kv_dtype": {"choices": KV_DTYPES, "help": "of the KV cache (default: auto)"},
+    "drafter": {
+        "metavar": "NAME",
+        "help": "ngram, or name or folder of a smaller model with the same tokens",
+    },
     "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
 }
 # Those of EngineConfig, and of Engine.from_pretrained.
@@ -142,7 +146,7 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
     if not terminal:
         logging.disable_progress_bar()
     where = options.dtype, options.device, config
-    source = given(options, SOURCE)
+    source = given(options, (*SOURCE, "drafter"))
     with Engine.from_pretrained(model_name(options), *where, **source) as engine:
         yield engine
         stats = engine.stats()

@@ -30,7 +30,7 @@ def add_generate(parser: ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="write JSON lines into a new file")
     parser.add_argument("--trace", metavar="FILE", help="write what the passes did, for `trace`")
     parser.add_argument("--resume", action="store_true", help="continue the --output file")
-    common.add_options(parser, "json", *common.MODEL)
+    common.add_options(parser, "json", *common.MODEL, "drafter")
     common.add_sampling(parser)
 
 

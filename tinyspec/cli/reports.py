@@ -70,7 +70,7 @@ def diff(options: Namespace) -> int:
 
 
 def add_doctor(parser: ArgumentParser) -> None:
-    names = ("reference_rows", "max_rows", "kv_dtype", "json")
+    names = ("drafter", "reference_rows", "max_rows", "kv_dtype", "json")
     common.add_options(parser, *common.MODEL, *names)
     fresh = "probe again, without the results on disk"
     parser.add_argument("--fresh", action="store_true", help=fresh)

@@ -22,7 +22,7 @@ INTERVAL = "passes from a stream's piece to the next (default: 1, with 16 stream
 
 
 def add_serve(parser: ArgumentParser) -> None:
-    common.add_options(parser, *common.MODEL, "reference_rows", "max_model_len")
+    common.add_options(parser, *common.MODEL, "drafter", "reference_rows", "max_model_len")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
     add("--port", type=int, default=8000, help="default: %(default)s")

@@ -25,6 +25,7 @@ from tinyspec.errors import named
 from tinyspec.model.install import install
 from tinyspec.model.quantized import trace
 from tinyspec.model.supported import max_positions
+from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.packing import samples
 from tinyspec.runner.sampler import NOT_FINITE, Sampler
@@ -32,11 +33,11 @@ from tinyspec.scheduler.acceptance import Acceptance
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.costs import charged_since, clocks
-from tinyspec.scheduler.passes import PROMPT
+from tinyspec.scheduler.passes import FAST_PATH, PROMPT
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.scheduler import NONE, Scheduler
 from tinyspec.scheduler.sequence_table import Array
-from tinyspec.scheduler.step import Step
+from tinyspec.scheduler.step import Step, spread
 
 logger = logging.getLogger("tinyspec")
 # Rows before a pass for sequences that it has not read to the end, beside one for each sequence.
@@ -67,10 +68,11 @@ class Assistant:
         self._target, self._scheduler, self._sampler = target, scheduler, sampler
         self._admission, self._table, self._pool = admission, admission.table, admission.pool
         self._always = config.verify == "always" and (config.draft_window or TRIAL)
-        self._runner: ModelRunner | None = None
+        self.runner: ModelRunner | None = None
         self._model: ref[PreTrainedModel] | None = None
         self._tensors: list[tuple[int, ...]] = []
-        self._number = self._drawn = 0
+        self._users: list[int] = []
+        self._drawn = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -81,7 +83,7 @@ class Assistant:
     def release(self, of: ref[PreTrainedModel] | None = None) -> None:
         """Hold no model any more; of: unless it is another than this."""
         if of is None or of is self._model:
-            self._runner = self._model = self._target.beside = None
+            self.runner = self._model = self._target.beside = None
             if self._target.holds_memory:
                 self._target.cache.beside = None
 
@@ -102,39 +104,43 @@ class Assistant:
         served.hidden = 0  # a head's lie with the target's
         buckets = Buckets(target.config.max_rows, target.buckets.reference)
         given = served, self._pool, target.kernels, buckets, config
-        self._runner = HeadRunner(target, *given) if is_head else ModelRunner(*given)
-        self._runner.memory.shares, self._runner.prepacked = True, target.prepacked
+        self.runner = HeadRunner(target, *given) if is_head else ModelRunner(*given)
+        self.runner.memory.shares, self.runner.prepacked = True, target.prepacked
         target.beside = served
 
     @property
     def _shift(self) -> int:
         """Of the place of a token's row before the token's own."""
-        return 0 if self._runner is None else self._runner.memory.shift
+        return 0 if self.runner is None else self.runner.memory.shift
 
     def observe(self, accepted: Mapping[int, int], rejected: Mapping[int, int]) -> None:
-        """A pass verified drafts: by drafter, how many were accepted, and how many sequences had
-        one that was not."""
-        more = accepted.get(self._number, 0), rejected.get(self._number, 0)
+        """A pass verified drafts: by what proposed them, how many were accepted, and how many
+        sequences had one that was not."""
+        present = id(self._model and self._model())
+        more = accepted.get(present, 0), rejected.get(present, 0)
         if any(more):
             self._acceptance.observe(*more)
             self._trials -= self._trials > 0
 
-    def draft(self, models: dict[int, PreTrainedModel]) -> int:
-        """Before a pass: draft for sequences of one of ``models``, by their numbers in the table;
-        how many drafts there are. An assistant that fails is logged once, and ends no request."""
+    def draft(self, models: dict[int, PreTrainedModel]) -> tuple[int, int]:
+        """Before a pass: draft for sequences without drafts of one of ``models``, by the table's
+        numbers of their drafters; how many drafts there are, and the model's id. An assistant that
+        fails is logged once, and ends no request."""
         present = None if self._model is None else self._model()
-        if self._number not in models or models[self._number] is not present:
-            self._number = next(iter(models))
-        model, self._drawn = models[self._number], 0
+        known = any(one is present for one in models.values())
+        model = present if present is not None and known else next(iter(models.values()))
+        self._users, self._drawn = [n for n, one in models.items() if one is model], 0
         try:
-            if model is not present or (self._runner is None and self._is_stale(model)):
+            if model is not present or (self.runner is None and self._is_stale(model)):
                 self.serve(model)
-            if self._runner is not None:
-                self._draft(self._runner, model)
+            if self.runner is not None:
+                self._draft(self.runner, model)
         except Exception as error:
             self._warn(f"raised {named(error)}")
             self._sit_out()
-        return self._drawn
+        if not self._drawn:
+            self._sampler.keep_noise(NONE, NONE, 0)
+        return self._drawn, id(model)
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -154,7 +160,7 @@ class Assistant:
         if self._target.vocab_size > runner.vocab_size:  # it has grown
             return
         longest, rows = runner.config.max_model_len or 0, table.rows
-        rows = rows[(table.drafter[rows] == self._number) & (table.num_drafts[rows] == 0)]
+        rows = rows[np.isin(table.drafter[rows], self._users) & (table.num_drafts[rows] == 0)]
         rows = rows[(table.length[rows] < longest) & ~table.has_embeds[rows]]
         decoding = (table.pending(rows) == 1) & (table.unthought[rows] == 0)
         most = np.minimum(table.draft_limits(rows), longest - table.length[rows])
@@ -163,25 +169,51 @@ class Assistant:
             return
         if self._is_stale(model):  # looked at where drafts follow: it takes a while for all
             self.serve(model)
-            assert self._runner is not None
-            runner = self._runner
+            assert self.runner is not None
+            runner = self.runner
         if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
             cache.beside = runner.pages(self._pool.num_pages)
             cache.beside.zero([*range(cache.written)])
             table.seen[:], self._pool.seen[:] = 0, False
         limits, grown = self._grow(rows, np.minimum(most, count))
+        self._keep_noise(rows, limits)
         held = table.num_pages[rows] * self._pool.page_size
         ends = np.where(decoding, table.length[rows], table.computed[rows])
         ends = np.where(decoding & (limits == 0), 0, np.minimum(ends, held))
         try:
-            self._draw(*self._read(rows, ends, limits))
+            self._draw(*self._read(rows, ends, limits), id(model))
         finally:
             for sequence in grown:
                 self._admission.truncate(sequence, sequence.length + sequence.num_drafts)
 
+    def _keep_noise(self, rows: Array, limits: Array) -> None:
+        """Let the sampler draw the noise of up to ``limits`` [n] drafts of ``rows`` [n], and of the
+        token behind them, in one call, which takes hardly longer than one for a token."""
+        table = self._table
+        some = (limits > 0) & (table.temperature[rows] > 0)
+        rows, counts = rows[some], limits[some] + 1
+        positions = spread(table.length[rows], counts)
+        keys = table.key[rows].repeat(counts)
+        self._sampler.keep_noise(keys, positions, self._target.vocab_size)
+
+    def seconds(self, runs: int = 4) -> float:
+        """What a draft for one sequence takes: in the latest passes, or in a few on a page of their
+        own, without sampling. 0 without a model."""
+        if (runner := self.runner) is None:
+            return 0.0
+        bucket = runner.buckets.fit(1)
+        if not runner.buckets.costs.known:
+            batch = Batch.of([([0], 0, [0])], bucket, self._pool.page_size, runner.device)
+            for _ in range(runs):
+                began = clocks()
+                with runner.torch_state(), runner.on_pages(runner.pages(1)):
+                    runner.forward(batch, None, canonical=False)
+                runner.buckets.ran(bucket, False, charged_since(began, runner.device.type))
+        return runner.buckets.seconds(bucket)
+
     def _count(self, asking: int, most: Array) -> int:
         """How many drafts each of ``asking`` sequences is to get, of the ``most`` [n] it may."""
-        assert self._runner is not None
+        assert self.runner is not None
         if self._always:
             return self._always
         if self._pausing:
@@ -189,7 +221,7 @@ class Assistant:
             return 0
         if self._trials:
             return TRIAL
-        buckets, chance = self._runner.buckets, self._acceptance.chance()
+        buckets, chance = self.runner.buckets, self._acceptance.chance()
         seconds = buckets.seconds(buckets.fit(min(asking, buckets.largest)))
         count = self._scheduler.how_many(asking, int(most.max()), chance, seconds)
         if count:
@@ -234,8 +266,8 @@ class Assistant:
         behind = np.maximum(ends - starts, 0)
         order = np.argsort(behind, kind="stable")
         rows, starts, behind, limits = (x[order] for x in (rows, starts, behind, limits))
-        assert self._runner is not None
-        room = min(len(rows) + CATCH_UP, self._runner.buckets.largest)
+        assert self.runner is not None
+        room = min(len(rows) + CATCH_UP, self.runner.buckets.largest)
         counts = np.clip(room - (behind.cumsum() - behind), 0, behind)
         rows, starts, counts, limits = (x[counts > 0] for x in (rows, starts, counts, limits))
         ends = starts + counts
@@ -245,11 +277,11 @@ class Assistant:
         pool.seen[pages[np.arange(pages.shape[1]) < full[:, None]]] = True
         return rows[whole], limits[whole], tokens
 
-    def _draw(self, rows: Array, limits: Array, tokens: Array) -> None:
+    def _draw(self, rows: Array, limits: Array, tokens: Array, proposed: int) -> None:
         """Draft up to ``limits`` [n] tokens for ``rows`` [n], the first of which are ``tokens``
         [n]; one after the other, all rows in one pass."""
         table = self._table
-        table.proposed[rows] = tokens >= 0
+        table.proposed[rows] = np.where(tokens >= 0, proposed, FAST_PATH)
         asked, begun = len(rows), rows
         for number in range(1, int(limits.max(initial=0)) + 1):
             found = tokens >= 0
@@ -272,7 +304,7 @@ class Assistant:
     def _run(self, rows: Array, starts: Array, ends: Array, yields: Array) -> Array:
         """Read positions ``starts`` to ``ends - 1`` of ``rows`` [n]; the tokens that follow those
         that yield one, -1 where there is none."""
-        runner, table = self._runner, self._table
+        runner, table = self.runner, self._table
         assert runner is not None
         if not len(rows):
             return rows

@@ -24,6 +24,8 @@ from tinyspec.scheduler.sequence_table import Array
 # they have won something; how much is remembered from one pass to the next.
 SHARE, TRIAL, REMEMBERS = 0.02, 4, 0.995
 Proposals = list[list[int] | Exception]
+# Equal tokens that n-gram drafts follow where an assistant would draft otherwise.
+BEFORE_A_MODEL = 3
 
 
 @runtime_checkable
@@ -43,17 +45,16 @@ class NgramDrafter:
     least two equal tokens, and pause while they cost more than SHARE of the passes' time.
     """
 
-    def __init__(self, longest: int = 3, most: int | None = None):
-        self.longest, self.most = longest, most
+    def __init__(self, longest: int = 3, most: int | None = None, shortest: int = 1):
+        self.longest, self.most, self._shortest = longest, most, shortest
         # Seconds of recent passes; of them by proposals, and what accepted ones would have taken.
         self._total = self._spent = self._won = 0.0
 
     def propose(self, sequences: list[Sequence[int]] | list[Array], n: int) -> list[list[int]]:
         """As ``Drafter.propose``; arrays of one dimension will do as well."""
-        n = n if self.most is None else min(n, self.most)
-        shortest = 1
+        n, shortest = n if self.most is None else min(n, self.most), self._shortest
         if self._won <= self._spent:
-            n, shortest = min(n, TRIAL), min(2, self.longest)
+            n, shortest = min(n, TRIAL), max(min(2, self.longest), shortest)
         return [self._lookup(np.asarray(sequence), n, shortest) for sequence in sequences]
 
     @property
@@ -103,11 +104,22 @@ def assistant_refusal(model: PreTrainedModel, served: PreTrainedModel) -> str | 
     return None
 
 
-def make_drafter(
-    choice: Any, served: PreTrainedModel, field: str = "drafter"
-) -> Drafter | PreTrainedModel | None:
+def in_order(drafter: Any) -> tuple[Drafter | PreTrainedModel, ...]:
+    """What ``make_drafter`` has made, one by one: who follows drafts where those before do not."""
+    return drafter if isinstance(drafter, tuple) else (drafter,)
+
+
+def source_of(drafter: Drafter | PreTrainedModel) -> str:
+    """What its drafts are called."""
+    if isinstance(drafter, PreTrainedModel):
+        return "assistant"
+    return "ngram" if isinstance(drafter, NgramDrafter) else "drafter"
+
+
+def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -> Any:
     """The drafter that ``choice`` names (as ``EngineConfig.drafter``), for the model ``served``: an
-    assistant model is its own; None: drafts are decode rows on the fast path.
+    assistant model is its own; of a pair with "ngram" both, for ``in_order``; None: drafts are
+    decode rows on the fast path.
 
     Raises ValueError naming ``field``.
     """
@@ -115,6 +127,10 @@ def make_drafter(
         raise refuse(field, type(choice).__name__, "another model than the one served")
     if choice is None:
         return None
+    if isinstance(choice, tuple) and len(choice) == 2 and choice[0] == "ngram":
+        second = make_drafter(choice[1], served, field)
+        if isinstance(second, PreTrainedModel):
+            return NgramDrafter(shortest=BEFORE_A_MODEL), second
     if choice == "ngram":
         return NgramDrafter()
     if choice == "mtp":
@@ -128,9 +144,8 @@ def make_drafter(
         return choice
     if isinstance(choice, Drafter):
         return choice
-    raise refuse(
-        field, choice, 'None, "ngram", "mtp", a model, or anything with propose(sequences, n)'
-    )
+    allowed = '"ngram", "mtp", a model, ("ngram", one of these), or anything with propose'
+    raise refuse(field, choice, f"None, {allowed}(sequences, n)")
 
 
 def proposals(drafter: Drafter, histories: list[Any], n: int, thread: int) -> Proposals:

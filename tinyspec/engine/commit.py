@@ -31,7 +31,7 @@ class Committer:
     """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts.
 
     record: of the latest pass, which counts what is committed. accepted, rejected: of its drafts,
-    and of its sequences with a wrong one, by the drafter that proposed them, 0 for the fast path.
+    and of its sequences with a wrong one, by what proposed them, as the column ``proposed`` has it.
     ended: sequences that finished, and were not taken.
     """
 
@@ -151,12 +151,13 @@ class Committer:
         table.accepted[rows] += accepted
         table.rolled_back[rows] += dropped
         table.rollbacks[rows] += dropped > 0
+        record.verify_passes += len(works)
         record.accepted += int(accepted.sum())
         record.rolled_back += int(dropped.sum())
         record.rollbacks += int((dropped > 0).sum())
-        drafters = np.where(table.proposed[rows], table.drafter[rows], 0)
-        for number in set(drafters.tolist()):
-            own = drafters == number
+        proposed = table.proposed[rows]
+        for number in set(proposed.tolist()):
+            own = proposed == number
             self.accepted[number] += int(accepted[own].sum())
             self.rejected[number] += int(np.count_nonzero(dropped[own]))
         self._finish(rows, ended)
@@ -165,7 +166,7 @@ class Committer:
         left = np.minimum(left, np.maximum(drafts - committed, 0))
         table.num_drafts[rows[unfinished]] = left[unfinished]
         done = rows[unfinished & (left == 0)]
-        table.proposed[done] = table.draft_ended[done] = False
+        table.proposed[done] = table.draft_ended[done] = 0
         for row in rows[unfinished & (freed > 0)].tolist():
             sequence = table.sequences[row]
             self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
@@ -197,7 +198,7 @@ class Committer:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
         the drafts and their values, and run the newest token alone."""
         sequence.num_drafts = 0
-        sequence.proposed = sequence.draft_ended = False
+        sequence.proposed = sequence.draft_ended = 0
         sequence.forbid_drafts()
         if self.admission.checkpoints.on:  # its state may have moved over what was not good
             self.admission.preempt(sequence)

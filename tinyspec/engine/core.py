@@ -5,7 +5,7 @@ user and no text.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.drafts.assistant import Assistant
-from tinyspec.drafts.drafter import Drafter, NgramDrafter, proposals
+from tinyspec.drafts.drafter import Drafter, NgramDrafter, in_order, proposals, source_of
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import named
@@ -26,7 +26,7 @@ from tinyspec.runner.packing import decisions, pack
 from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.costs import charged_since, clocks
-from tinyspec.scheduler.passes import PassRecord
+from tinyspec.scheduler.passes import FAST_PATH, GIVEN, PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
@@ -65,7 +65,10 @@ class EngineCore:
         self.trace = Trace(self.records, tokenizer) if kept else None
         self._overlap = config.overlap
         self._under_way: Step | None = None
-        self._proposed = 0
+        # Drafts since the latest pass, and what their sources are called, by what the column
+        # ``proposed`` has of them.
+        self._drafted: Counter[int] = Counter()
+        self._sources: dict[int, str] = {}
         # Of the latest ``propose``: each drafter but models, its drafts, and seconds they took.
         self._asked: dict[int, tuple[Drafter, int, float]] = {}
 
@@ -73,29 +76,34 @@ class EngineCore:
         """Before a step: draft for sequences without drafts, their given tokens or what their
         request's drafter proposes, unless the step's pass is under way. Plain sequences get drafts
         from a real drafter only, not from the fast path."""
-        began, table, rows = time.perf_counter(), self.table, self.table.rows
+        table, rows = self.table, self.table.rows
         self._asked, self.scheduler.chosen = {}, 0
         if self._is_under_way:
             return
+        self._sources = {FAST_PATH: "fast path", GIVEN: "given"}
         models: dict[int, PreTrainedModel] = {}
+        asks: dict[int, Drafter] = {}
         if table.any("drafter"):
             users = dict(zip(table.drafter[rows].tolist(), rows.tolist(), strict=True))
-            drafters = ((n, table.sequences[row].request.drafter) for n, row in users.items() if n)
-            for number, drafter in drafters:
-                if isinstance(drafter, PreTrainedModel):
-                    models[number] = drafter
-                else:
-                    self._asked[number] = drafter, 0, 0.0
-        asks = {
-            number: drafter
-            for number, (drafter, *_) in self._asked.items()
-            if not (isinstance(drafter, NgramDrafter) and drafter.pauses)
-        }
+            for number, row in users.items():
+                for drafter in in_order(table.sequences[row].request.drafter) if number else ():
+                    self._sources[id(drafter)] = source_of(drafter)
+                    if isinstance(drafter, PreTrainedModel):
+                        models[number] = drafter
+                        continue
+                    self._asked[id(drafter)] = drafter, 0, 0.0
+                    if not (isinstance(drafter, NgramDrafter) and drafter.pauses):
+                        asks[number] = drafter
+        if asks or table.any("given"):
+            self._ask_all(asks)
         if models:
-            self.scheduler.chosen = self.assistant.draft(models)
-            self._proposed += self.scheduler.chosen
-        if not (asks or table.any("given")):
-            return
+            self.scheduler.chosen, which = self.assistant.draft(models)
+            self._drafted[which] += self.scheduler.chosen
+
+    def _ask_all(self, asks: dict[int, Drafter]) -> None:
+        """Draft for sequences without drafts: their given tokens, or what the one of ``asks``
+        proposes that has the number of their drafter."""
+        began, table, rows = time.perf_counter(), self.table, self.table.rows
         rows = rows[table.num_drafts[rows] == 0]
         limits = table.draft_limits(rows)
         rows, limits = rows[limits > 0], limits[limits > 0]
@@ -103,13 +111,13 @@ class EngineCore:
         for row, limit in zip(rows[given].tolist(), limits[given].tolist(), strict=True):
             sequence = table.sequences[row]
             place, tokens = sequence.num_generated, sequence.given_tokens or []
-            self._draft(sequence, tokens[place : place + limit])
+            self._draft(sequence, tokens[place : place + limit], GIVEN)
         for number, drafter in asks.items():
             own = (table.drafter[rows] == number) & (table.pending(rows) == 1)
             if own.any():
                 found = self._ask(drafter, rows[own], limits[own])
                 before, began = began, time.perf_counter()
-                self._asked[number] = drafter, found, began - before
+                self._asked[id(drafter)] = drafter, found, began - before
 
     def _ask(self, drafter: Drafter, rows: Array, limits: Array) -> int:
         """Let ``drafter`` propose up to ``limits`` [n] drafts for each of ``rows`` [n], of its own
@@ -127,18 +135,19 @@ class EngineCore:
             if isinstance(drafts, Exception):
                 self.committer.fail(sequence, f"the drafter raised {named(drafts)}", drafts)
             elif drafts:
-                count += self._draft(sequence, drafts[:limit])
+                count += self._draft(sequence, drafts[:limit], id(drafter))
         return count
 
-    def _draft(self, sequence: Sequence, drafts: list[int]) -> int:
-        """Let these be drafts, up to the first that may not follow; how many there are."""
+    def _draft(self, sequence: Sequence, drafts: list[int], proposed: int) -> int:
+        """Let these be drafts, up to the first that may not follow; how many there are. proposed:
+        as in the sequence table."""
         drafts = list(takewhile(range(self.runner.vocab_size).__contains__, drafts))
         if sequence.grammar is not None and sequence.given_tokens is None:
             drafts = sequence.grammar.beginning(sequence.generated, drafts)
         sequence.drafts = drafts
-        sequence.proposed = bool(drafts)
+        sequence.proposed = proposed if drafts else FAST_PATH
         sequence.stats.drafted += len(drafts)
-        self._proposed += len(drafts)
+        self._drafted[proposed] += len(drafts)
         return len(drafts)
 
     def begin(self) -> Step | None:
@@ -183,7 +192,7 @@ class EngineCore:
     def finish(self, step: Step, sound: bool) -> None:
         """Commit what a pass found, or find out whose error it raised; nothing of either unless it
         is ``sound``."""
-        before = [] if self.trace is None else self.trace.before(step)
+        before = [] if self.trace is None else self.trace.before(step, self._sources)
         if sound:
             try:
                 if step.raised is not None:
@@ -202,8 +211,10 @@ class EngineCore:
             self.scheduler.buckets.ran(step.bucket, step.canonical, charged, settled)
             accepted, rejected = self.committer.accepted, self.committer.rejected
             if accepted or rejected:
-                self.scheduler.acceptance.observe(accepted[0], rejected[0])
+                self.scheduler.acceptance.observe(accepted[FAST_PATH], rejected[FAST_PATH])
                 self.assistant.observe(accepted, rejected)
+                self._add(accepted, self.stats.accepted_by)
+                self._add(rejected, self.stats.rollbacks_by)
             for number, (drafter, proposed, asking) in self._asked.items():
                 if isinstance(drafter, NgramDrafter):
                     counts = proposed, accepted[number]
@@ -213,10 +224,18 @@ class EngineCore:
         record = step.record
         record.number, record.began = sum(self.stats.passes.values()), step.began[0]
         record.seconds = seconds
-        record.drafted += self._proposed
-        self._proposed = 0
+        self._drafted[FAST_PATH] = record.drafted
+        record.drafted = self._drafted.total()
+        self._add(self._drafted, self.stats.drafted_by)
+        self._drafted.clear()
         self.records.append(record)
         self.stats.add(record)
+
+    def _add(self, found: Counter[int], sums: Counter[str]) -> None:
+        """Add counts by the column ``proposed`` to sums by source."""
+        for which, count in found.items():
+            if count:
+                sums[self._sources[which]] += count
 
     @property
     def _is_under_way(self) -> bool:

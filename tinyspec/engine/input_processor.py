@@ -275,3 +275,20 @@ def load(
             raise refuse("lora", str(lora), allowed) from error
     moves = model.device.type != place.type or place.index not in (None, model.device.index)
     return model.to(place) if moves else model, tokenizer
+
+
+def load_drafter(name: str | Path, model: PreTrainedModel, tokenizer: Any) -> Any:
+    """What ``EngineConfig.drafter`` takes for "ngram", or for the name or folder of a model, with
+    dtype and device of ``model``. Raises ValueError for one with other tokens."""
+    if name == "ngram":
+        return name
+    drafter, own = load(name, model.dtype, model.device)
+    if own is not None and tokenizer is not None:
+        size = vocab_size(model)
+        known, wanted = (
+            {token: n for token, n in each.get_vocab().items() if n < size}
+            for each in (own, tokenizer)
+        )
+        if known != wanted:
+            raise refuse("drafter", str(name), "a model with the tokens of the one served")
+    return drafter

@@ -145,6 +145,9 @@ class EventStream(Iterator[StreamEvent]):
                 cached_prompt_tokens=sequence.known_stats.cached_prompt_tokens,
                 queue_seconds=sequence.known_stats.queue_seconds,
             )
+            if sequence.finished:
+                stats = sequence.known_stats
+                event.accepted, event.rolled_back = stats.accepted, stats.rolled_back
             told.tokens += count
             if sequence.index == 0:
                 event.thoughts = thoughts_of(request, self._tokenizer, told.thoughts) or None

@@ -43,9 +43,9 @@ class TracedWork:
     row. read: of a prompt's rows, the first READ_KEPT ids. tokens: ids committed. newest: the
     generated token before these, -1 where there is none. drafts: ids drafted by this pass, or
     verified by it. targets: of a verify, all that the rows yielded. accepted, rejected: drafts.
-    proposed: drafts that a drafter added before the pass. kv: tokens whose KV is final after the
-    pass. kv_drafts: tokens behind them whose KV is a draft's. pages: held after it. end: finish
-    reason.
+    proposed: drafts that a drafter added before the pass. source: of a verify, whose the drafts
+    are. kv: tokens whose KV is final after the pass. kv_drafts: tokens behind them whose KV is a
+    draft's. pages: held after it. end: finish reason.
     """
 
     request_id: str
@@ -63,6 +63,7 @@ class TracedWork:
     accepted: int = 0
     rejected: int = 0
     proposed: int = 0
+    source: str = ""
     kv: int = 0
     kv_drafts: int = 0
     pages: int = 0
@@ -86,8 +87,8 @@ def lane_name(lane: Lane) -> str:
     return f"{lane[0]}{f' #{lane[1]}' if lane[1] else ''}"
 
 
-# A sequence before a pass is committed: its number there, its tokens and drafts.
-Before = tuple[int, Sequence, int, list[int]]
+# A sequence before a pass is committed: its number there, its tokens and drafts, and their source.
+Before = tuple[int, Sequence, int, list[int], str]
 
 
 class Trace:
@@ -108,11 +109,12 @@ class Trace:
         """The passes that are kept, in order."""
         return list(self._records)
 
-    def before(self, step: Step) -> list[Before]:
-        """To call before ``step`` is committed: its sequences that are there."""
+    def before(self, step: Step, sources: dict[int, str]) -> list[Before]:
+        """To call before ``step`` is committed: its sequences that are there. sources: what drafts
+        are called, by the column ``proposed``."""
         sequences = step.sequences
         there = [(n, sequences[n]) for n in step.alive.nonzero()[0].tolist()]
-        return [(n, one, one.length, one.drafts) for n, one in there]
+        return [(n, one, one.length, one.drafts, sources[one.proposed]) for n, one in there]
 
     def after(self, step: Step, before: list[Before], ended: list[Sequence]) -> None:
         """``step`` is committed, or has failed; ``ended`` sequences have finished."""
@@ -126,7 +128,7 @@ class Trace:
         step.record.works = list(works.values())
 
     def _work(self, step: Step, before: Before) -> TracedWork:
-        n, sequence, length, drafts = before
+        n, sequence, length, drafts, source = before
         stats, told = sequence.stats, self._told.get(sequence, CompletionStats())
         self._told[sequence] = replace(stats)
         kind = KINDS[step.kinds[n]]
@@ -144,7 +146,7 @@ class Trace:
         work.rejected = stats.rolled_back - told.rolled_back
         work.proposed = stats.drafted - told.drafted
         if kind == VERIFIED:
-            work.drafts = drafts
+            work.drafts, work.source = drafts, source
             if step.tokens is not None:
                 sampled = step.tokens[step.firsts[n] :][: step.yields[n]].tolist()
                 work.targets = [token for token in sampled if token >= 0]

@@ -200,7 +200,7 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         served.swap(kernel_stand_ins(model, linear))
     if served.autocast.dtype is None:  # which they would not follow
         served.swap(cpu_stand_ins(model, context))
-    if config.drafter == "mtp":
+    if config.drafts_by_head:
         keep_hidden(served)
 
 

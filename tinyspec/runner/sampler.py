@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.twins.sample import gumbel
 from tinyspec.runner.device_queue import to_device
 from tinyspec.runner.processors import (
     Scores,
@@ -30,6 +31,8 @@ from tinyspec.scheduler.sequence_table import Array
 
 # Columns of the sequence table that tokens are sampled by.
 NUMBERS = ("key", "temperature", "top_k", "top_p", "min_p")
+# Numbers of noise that are kept at most: 128 MB of them.
+MOST_NOISE = 1 << 25
 # Where tokens come from outside logits are what is wanted.
 SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps=frozenset({"logits"}))
 
@@ -186,6 +189,26 @@ class Sampler:
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
+        # Noise that is kept [n, V], and where that of a key and a position is.
+        self._noise = torch.empty(0, 0)
+        self._at: dict[tuple[int, int], int] = {}
+
+    def keep_noise(self, keys: Array, positions: Array, vocab_size: int) -> None:
+        """Draw the noise of these tokens [N] at once, for their drafts and for the verify; other
+        noise is kept no longer, and none where it is much. The Triton kernel draws noise as it
+        reads logits, and keeps none."""
+        before, known = self._noise, self._at if self._noise.shape[1] == vocab_size else {}
+        self._noise, self._at = torch.empty(0, 0), {}
+        if self.kernels.backend != "torch" or not 0 < len(keys) * vocab_size <= MOST_NOISE:
+            return
+        pairs = list(zip(keys.tolist(), positions.tolist(), strict=True))
+        kept = [pair for pair in pairs if pair in known]
+        new = [pair for pair in pairs if pair not in known]
+        numbers = torch.tensor(new, dtype=torch.int64).view(-1, 2)
+        drawn = gumbel(numbers[:, 0], numbers[:, 1], vocab_size)
+        if kept:
+            drawn = torch.cat([before[[known[pair] for pair in kept]], drawn])
+        self._noise, self._at = drawn, {pair: n for n, pair in enumerate([*kept, *new])}
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         """One token for each row of ``batch``; logits [N, V], left unchanged."""
@@ -248,11 +271,31 @@ class Sampler:
         self, rows: Tensor, columns: Columns, logprobs: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens of ``rows`` [N, V] by ``columns`` [N] and, if wanted, log-probabilities."""
+        temperature, keys, positions, _ = columns
+        known = self._at and self._noise.shape[1] == rows.shape[1]
+        if known and temperature is not None and columns[3] is None:
+            assert keys is not None and positions is not None
+            pairs = zip(keys.tolist(), positions.tolist(), strict=True)
+            places = torch.tensor([self._at.get(pair, -1) for pair in pairs])
+            if bool(((places >= 0) | torch.from_numpy(temperature <= 0)).all()):
+                return self._drawn_with(self._noise[places], rows, temperature, logprobs)
         *noise, forced = (None if c is None else to_device(c, rows.device) for c in columns)
         found: tuple[Tensor, Tensor | None] = self.kernels.sample(
             rows, *noise, logprobs=logprobs, forced=forced
         )
         return found
+
+    def _drawn_with(
+        self, noise: Tensor, rows: Tensor, temperature: Array, logprobs: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``_drawn``, by ``noise`` [N, V], which means nothing for greedy rows."""
+        heat = torch.from_numpy(temperature)
+        noise.masked_fill_((heat <= 0)[:, None], 0.0)
+        noise += rows / torch.where(heat > 0, heat, 1.0)[:, None]
+        tokens, _ = self.kernels.sample(noise, None, None, None, logprobs=False)
+        if not logprobs:
+            return tokens, None
+        return tokens, self.kernels.chosen_logprobs(rows, tokens.clamp(min=0), heat)
 
     def filter(
         self, before: Tensor, temperature: Tensor, top_k: Array, top_p: Array, min_p: Array

@@ -55,6 +55,11 @@ class PassCosts:
         self._medians[key] = sorted(last)[(len(last) - 1) // 2]
         self._at[key] = self._number
 
+    @property
+    def known(self) -> bool:
+        """Whether any pass has told what it costs."""
+        return bool(self._last or self._bounds)
+
     def seconds(self, rows: int, apart: bool) -> float:
         """What a pass costs."""
         key = rows, apart

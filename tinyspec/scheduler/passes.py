@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 # What a sequence's rows in a pass are for.
 PROMPT, DECODE, DRAFT, VERIFY = range(4)
 KINDS = ("prompt", "decode", "draft", "verify")
+# Whose drafts a sequence has, where they are of no drafter.
+FAST_PATH, GIVEN = 0, -1
 
 
 @dataclass(kw_only=True)
 class TokenCounts:
-    """Tokens that were committed, drafts, and how often some were rolled back."""
+    """Tokens that were committed, drafts, how often some of a sequence were verified, and how often
+    some were rolled back."""
 
     committed: int = 0
     drafted: int = 0
     accepted: int = 0
     rolled_back: int = 0
     rollbacks: int = 0
+    verify_passes: int = 0
 
 
 @dataclass
@@ -54,7 +59,9 @@ class EngineStats(TokenCounts):
     """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket.
 
     ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that were taken
-    from the prefix cache or another completion of the prompt. prepacked_bytes: most that copies of
+    from the prefix cache or another completion of the prompt. drafted_by, accepted_by,
+    rollbacks_by: by what proposed the drafts: "fast path", "assistant", "ngram", "drafter" (the
+    user's) or "given" (tokens that are verified again). prepacked_bytes: most that copies of
     weights have taken at once (``EngineConfig.prepack``).
     """
 
@@ -65,6 +72,9 @@ class EngineStats(TokenCounts):
     padding: int = 0
     preemptions: int = 0
     cached_prompt_tokens: int = 0
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    rollbacks_by: Counter[str] = field(default_factory=Counter)
     prepacked_bytes: int = 0
     seconds: float = 0.0
 

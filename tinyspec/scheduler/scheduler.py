@@ -64,7 +64,7 @@ class Scheduler:
             exact, asked = table.deterministic[rows], table.deterministic[prompts]
             others, found["plain"] = rows[exact], rows[~exact]
             full = (table.num_drafts[others] >= table.draft_limits(others)) | (not self._waits)
-            full |= table.proposed[others] | table.draft_ended[others]
+            full |= (table.proposed[others] != 0) | table.draft_ended[others]
             found |= {"drafting": others[~full], "verifying": others[full]}
             found |= {"exact_prompts": prompts[asked], "plain_prompts": prompts[~asked]}
         return found

@@ -59,11 +59,12 @@ class Columns(Fixed):
     """And what changes: length: committed tokens. computed: leading positions whose KV is final.
     canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
     must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
-    num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
-    KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
-    rollbacks, verify_passes: counts since they were last added to its statistics. seen: leading
-    positions that an assistant has KV of, drafts included while they wait. unthought: chunks
-    of the prompt without a thought. reach: positions that may run before more are thought about.
+    num_drafts. draft_free: none may wait. proposed: the id of the drafter that its drafts are of,
+    GIVEN for given tokens, which have no KV either; 0: the fast path. draft_ended: the last draft
+    is a stop token or failed. drafted, accepted, rolled_back, rollbacks, verify_passes: counts
+    since they were last added to its statistics. seen: leading positions that an assistant has KV
+    of, drafts included while they wait. unthought: chunks of the prompt without a thought. reach:
+    positions that may run before more are thought about.
     state_at, state_kept: tokens after which its recurrent state is, and its last one that the
     prefix cache keeps was.
     """
@@ -75,7 +76,7 @@ class Columns(Fixed):
     indexed: Counts
     num_pages: Counts
     num_drafts: Counts
-    proposed: Flags
+    proposed: Counts
     draft_ended: Flags
     draft_free: Flags
     drafted: Counts

@@ -70,8 +70,9 @@ class Metrics(Collector):
         counts = {
             "vllm:num_preemptions": stats.preemptions,
             "vllm:prefix_cache_hits": stats.cached_prompt_tokens,
-            "tinyspec:drafted_tokens": stats.drafted,
-            "tinyspec:accepted_tokens": stats.accepted,
+            "vllm:spec_decode_num_drafts": stats.verify_passes,
+            "vllm:spec_decode_num_draft_tokens": stats.drafted,
+            "vllm:spec_decode_num_accepted_tokens": stats.accepted,
             "tinyspec:rolled_back_tokens": stats.rolled_back,
             "tinyspec:canonical_passes": stats.canonical_passes,
             "tinyspec:passes": sum(stats.passes.values()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ LEAST_LOGPROB = -9999.0
 OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
+# What becomes of drafts, as OpenAI calls those of a "prediction".
+DRAFTS = ("accepted", "rejected")
 SHARED = {field.name for field in fields(StreamEvent)}
 
 
@@ -83,6 +86,7 @@ class Reply:
     prompt_tops: list[Any] = field(default_factory=list)
     prompt_told: list[Any] | None = None
     _cached: dict[int, int] = field(default_factory=dict)
+    _drafts: Counter[str] = field(default_factory=Counter)
     _choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,6 +98,7 @@ class Reply:
         self.fingerprint = event.fingerprint or self.fingerprint
         self.generated += len(event.token_ids)
         self._cached.setdefault(event.prompt, event.cached_prompt_tokens or 0)
+        self._drafts += Counter(accepted=event.accepted, rejected=event.rolled_back)
         key = event.prompt, event.index
         if key not in self._choices:
             prompt = self.prompts[event.prompt]
@@ -130,9 +135,11 @@ class Reply:
     @property
     def usage(self) -> dict[str, Any]:
         counts = [sum(map(len, self.prompts)), self.generated]
-        found = dict(zip(self.counted, counts, strict=True))
+        found: dict[str, Any] = dict(zip(self.counted, counts, strict=True))
         details = {"cached_tokens": sum(self._cached.values())}
-        return {**found, "total_tokens": sum(counts), f"{self.counted[0]}_details": details}
+        drafts = {f"{name}_prediction_tokens": self._drafts[name] for name in DRAFTS}
+        found |= {f"{self.counted[1]}_details": drafts, f"{self.counted[0]}_details": details}
+        return {**found, "total_tokens": sum(counts)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.reply_id, "object": kind, "created": self.created}

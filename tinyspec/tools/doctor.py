@@ -25,6 +25,8 @@ from tinyspec.interrupts import at_once
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.terminal import table
 
+# How many drafts are weighed.
+DRAFTS = (1, 2, 4, 8)
 IN_TILES = "in tiles: canonical passes run these linears in tiles of rows, or transposed"
 
 
@@ -35,6 +37,7 @@ class DoctorReport:
     problems: why they cannot, with the module or setting. facts: the probe results, None if nothing
     could be probed. plans: bucket -> how deterministic requests decode in a step of so many rows.
     eager: why passes of a kind are not captured as graphs, where the kernels are Triton's.
+    drafts: with an assistant, seconds of so many drafts for one request and of their verify.
     fingerprint: of the engine's deterministic outputs. seconds: how long it took. kv_dtype:
     as in the engine's config.
     """
@@ -46,6 +49,7 @@ class DoctorReport:
     facts: ProbeResults | None = None
     plans: dict[int, str] = field(default_factory=dict)
     eager: dict[str, str] = field(default_factory=dict)
+    drafts: dict[int, float] = field(default_factory=dict)
     fingerprint: str | None = None
     seconds: float = 0.0
     kv_dtype: str = "auto"
@@ -83,6 +87,9 @@ class DoctorReport:
         for kind in results.attention:
             rows = f"{kind.checked} rows alone and in a prompt, {kind.differing} differ"
             notes.append(f"{kind.name}: {rows}")
+        if self.drafts:
+            told = ", ".join(f"{k}: {1e3 * cost:.2f} ms" for k, cost in self.drafts.items())
+            notes.append(f"drafts of one request by the assistant, and their verify: {told}")
         if results.kernel_linears:
             notes.append(f"served by the linear kernel: {', '.join(results.kernel_linears)}")
         notes += [f"{kind} passes run without graphs: {why}" for kind, why in self.eager.items()]
@@ -138,9 +145,12 @@ def _found(engine: Engine, fresh: bool) -> dict[str, Any]:
     except DeterminismError as error:
         found: dict[str, Any] = {"problems": (str(error),)}
     else:
-        sizes = contract.buckets.sizes
-        plans = {rows: _plan(contract.buckets, config, rows) for rows in sizes}
+        buckets = contract.buckets
+        plans = {rows: _plan(buckets, config, rows) for rows in buckets.sizes}
         found = {"plans": plans, "fingerprint": contract.fingerprint.digest}
+        if each := engine.core.assistant.seconds():
+            verifies = {k: buckets.canonical_cost(buckets.canonical, k + 1) for k in DRAFTS}
+            found["drafts"] = {k: k * each + cost for k, cost in verifies.items()}
     return found | {"facts": contract.results, "eager": eager, "kv_dtype": config.kv_dtype}
 
 

@@ -30,6 +30,7 @@ LOOKS = {
     "prompt": Look("", "#a9bdd6", "#4d6482"),
     "canonical": Look("34", "#2f6fbf", "#5b9bea"),
     "draft": Look("33", "#f2b632", "#d99b1c", "\N{MEDIUM SHADE}"),
+    "assistant": Look("36", "#1c97a3", "#3fbccb", "\N{DARK SHADE}"),
     "accepted": Look("32", "#2e9a62", "#3fb97a", "\N{CHECK MARK}"),
     "generated": Look("", "#2e9a62", "#3fb97a"),
     "rejected": Look("31", "#d0453f", "#ea6a62", "\N{BALLOT X}"),

@@ -175,7 +175,8 @@ def verify_diagram(run: Run, one: PassRecord, work: TracedWork, name: str) -> Di
         pairs = enumerate(tokens, first)
         return [Cell(f"{form.format(n=n)} {run.text(token)}", colour) for n, token in pairs]
 
-    drafted = named(work.drafts, "T{n}'", "draft")
+    ours = work.source == "assistant"
+    drafted = named(work.drafts, "T{n}'", "assistant" if ours else "draft")
     right = named(work.drafts[:accepted], "T{n} (=T{n}')", "accepted")
     wrong = named(work.drafts[accepted:], "T{n}'", "rejected", accepted + 1)
     kept = named([work.newest, *work.tokens], "T{n}", "accepted", 0)
@@ -194,7 +195,8 @@ def verify_diagram(run: Run, one: PassRecord, work: TracedWork, name: str) -> Di
         note += f"{own}, whose KV the next pass writes."
     others = _others([part for part in before if part[1].kind == PROMPT], lane)
     asked = [_enters("deterministic request"), *others, Cell(f"{prompt} prompt tokens", PROMPT)]
-    by = [_enters("drafts of a drafter: no KV")] if work.proposed else []
+    whose = {"assistant": "the assistant", "ngram": "n-gram look-up"}.get(work.source, "a drafter")
+    by = [_enters(f"drafts of {whose}: no KV")] if work.proposed else []
     by = _others(drafting, lane) or by
     stored = {"prompt": prompt, "canonical": work.start - prompt}
     held = drafting[0][1].kv_drafts if drafting else 0
