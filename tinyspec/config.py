@@ -112,6 +112,11 @@ class EngineConfig(Settings):
         if self.memory_fraction is not None and self.num_pages is not None:
             raise refuse("memory_fraction", self.memory_fraction, "None with num_pages")
 
+    @property
+    def drafts_by_head(self) -> bool:
+        """Whether the head of the model's checkpoint drafts."""
+        return self.drafter in ("mtp", ("ngram", "mtp"))
+
     def backend_on(self, device_type: str) -> str:
         """The kernels that run on such a device."""
         auto = "torch" if device_type == "cpu" else "triton"

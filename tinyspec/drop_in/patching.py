@@ -219,10 +219,7 @@ class PatchedGenerate(Method):
         arguments = _SIGNATURE.bind(self._model, *args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         del arguments["self"]
-        if self._config.drafter in (
-            "mtp",
-            ("ngram", "mtp"),
-        ):  # transformers serves it for some models alone
+        if self._config.drafts_by_head:  # transformers serves it for some models alone
             arguments.pop("use_mtp", None)
         if arguments.get("custom_generate") is generate:  # no other than this
             del arguments["custom_generate"]
