@@ -203,9 +203,7 @@ class Committer:
             self.admission.preempt(sequence)
             return
         self.table.mark_final(np.array([sequence.row]))
-        kept = max(sequence.computed, sequence.frozen)
-        self.admission.truncate(sequence, kept)
-        self.runner.cache.zero_tail(sequence.pages, kept)
+        self.admission.truncate(sequence, max(sequence.computed, sequence.frozen))
 
     def _append(
         self, step: Step, rows: Array, counts: Array, places: Array, stopped: Array

@@ -22,7 +22,6 @@ from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.kernels.twins.layers import CODES
 from tinyspec.model.served_model import ServedModel
-from tinyspec.runner.device_queue import to_device
 
 # Shares of the free memory: a CPU's is shared with every other process.
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
@@ -33,6 +32,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
 # the top of the heap is twice that, too.
 MMAP_BYTES = 32 << 20
+# At which torch's own memory on a CPU begins.
+ALIGNED = 64
 
 
 def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
@@ -40,16 +41,23 @@ def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
     return own if kv_dtype == "auto" else CODES
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As ``torch.zeros``; on a CPU memory is taken when it is first used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNED, np.uint8)
+    begin = -memory.ctypes.data % ALIGNED
+    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(*shape)
+
+
 class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says; of
     each short convolution rows [num_pages, page_size, 1, channels] in the model's dtype. Of each
-    recurrent layer ``states``, of so many sequences with rings of so many places.
+    recurrent layer ``states``, of so many sequences with rings of so many places. All begin as
+    zeros: the Triton kernels need finite values, and the twins take longer without.
 
-    For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
-    their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
-    Triton kernels need, and take their memory at once. written: pages up to the last that was.
-    beside: of a second model, on pages of the same numbers: what is zeroed and copied here is
-    there, too.
+    beside: of a second model, on pages of the same numbers: what is copied here is there, too.
     """
 
     beside: KVCache | None = None
@@ -60,10 +68,9 @@ class KVCache:
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
-        zeroed: bool = False,
         states: tuple[int, int] = (0, 0),
     ):
-        new = partial(torch.zeros if zeroed else torch.empty, device=served.model.device)
+        new = partial(zeros, device=served.model.device)
 
         def pool(heads: int, width: int, dtype: torch.dtype) -> Tensor:
             return new((num_pages, page_size, heads, width), dtype=dtype)
@@ -73,11 +80,7 @@ class KVCache:
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
         self.pools = (*self.k, *self.v, *self.rows)
         self.states = [layer.states(*states, new) for layer in served.recurrent]
-        self.kind, self._device = self.kind_of(served, dtype), served.model.device
-        self.page_size = page_size
-        self.written = 0
-        # The probes read the first page without owning it.
-        self.zero([0])
+        self.kind = self.kind_of(served, dtype)
 
     @staticmethod
     def kind_of(served: ServedModel, dtype: torch.dtype) -> tuple[object, ...]:
@@ -108,18 +111,6 @@ class KVCache:
         states = (part for layer in self.states for part in layer)
         return tuple(pool.data_ptr() for pool in (*self.pools, *states))
 
-    @property
-    def _all_pools(self) -> tuple[Tensor, ...]:
-        return self.pools if self.beside is None else (*self.pools, *self.beside.pools)
-
-    def zero(self, pages: list[int]) -> None:
-        """Zero whole pages."""
-        if pages:
-            self.written = max(self.written, max(pages) + 1)
-            index = to_device(np.array(pages, np.int64), self._device)
-            for pool in self._all_pools:
-                pool.index_fill_(0, index, 0)
-
     def copy_states(self, copies: list[tuple[int, int]]) -> None:
         """Copy states, (from, to) one after the other, in every layer."""
         for source, target in copies:
@@ -127,17 +118,10 @@ class KVCache:
                 for part in layer:
                     part[target].copy_(part[source])
 
-    def zero_tail(self, pages: list[int], tokens: int) -> None:
-        """Zero the last of a sequence's pages after its first ``tokens`` tokens."""
-        assert len(pages) == -(-tokens // self.page_size), (pages, tokens)
-        offset = tokens % self.page_size
-        if offset:
-            for pool in self._all_pools:
-                pool[pages[-1], offset:].zero_()
-
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
-        for pool in self._all_pools:
+        beside = () if self.beside is None else self.beside.pools
+        for pool in (*self.pools, *beside):
             pool[target].copy_(pool[source])
 
 

@@ -115,9 +115,8 @@ class ModelRunner:
     ) -> KVCache:
         """New pages and states, of another ``dtype`` or number than the engine's where one is
         given."""
-        dtype, zeroed = dtype or self.kv_dtype, self.kernels.backend == "triton"
         counts = self._states if states is None else states
-        return KVCache(self.served, num_pages, self.page_size, dtype, zeroed, counts)
+        return KVCache(self.served, num_pages, self.page_size, dtype or self.kv_dtype, counts)
 
     def drop_graphs(self, canonical: bool = False) -> None:
         """To call where what graphs hold may have changed, of ``canonical`` passes alone or of all,
@@ -136,10 +135,10 @@ class ModelRunner:
 
     @property
     def pages_taken(self) -> int:
-        """How many pages' memory the KV pool has taken; a CPU's is taken when it is written."""
+        """How many pages' memory the KV pool has taken; a CPU's is taken when it is first used."""
         if self._cache is None:
             return 0
-        return self._cache.written if self.device.type == "cpu" else self._pool.num_pages
+        return self._pool.most_used if self.device.type == "cpu" else self._pool.num_pages
 
     def release(self) -> None:
         """Free the pool's memory; no pass may be running."""
@@ -169,8 +168,6 @@ class ModelRunner:
         marks, written = self.served.marks(), len(self.served.written)
         shape, cache = step.shape, self.cache
         assert self._context.k is cache.k, "passes of probes know no fixed addresses"
-        if self.kernels.backend == "torch":
-            cache.zero(step.fresh)
         self.memory.send(step, before)
 
         def forward() -> Tensor:

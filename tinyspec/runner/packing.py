@@ -39,7 +39,6 @@ def pack(step: Step, before: Step | None, admission: Admission, runner: ModelRun
         checkpoints.move(step)
     try:
         step.before, step.samples = before, samples(step)
-        step.fresh = admission.pool.take_fresh()
         _draw_up(step, before, runner)
     except Exception as error:
         step.error = error

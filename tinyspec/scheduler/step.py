@@ -42,11 +42,11 @@ class Step:
     logits give a log-probability that is missing; they come first among ``num_logits`` rows.
     before: a pass whose results were not in, until this one has run, which takes tokens where they
     lie. error: why it could not be packed. moves, copies: of recurrent states, as of
-    ``Checkpoints``. fresh: pages newly allocated for it. embeds: (first row, [r, hidden]) of rows
-    that enter the model as embeddings. shape: a ``PassShape``. values [m] int64, page_table [n, P]
-    int32: as ``PassMemory`` lays them out. On the device: samples, a ``SampleBatch``; compared,
-    what ``decisions`` reads of drafts; targets [P]: the next tokens of unscored; thinking: rows of
-    prompts that are thought about, or None.
+    ``Checkpoints``. embeds: (first row, [r, hidden]) of rows that enter the model as embeddings.
+    shape: a ``PassShape``. values [m] int64, page_table [n, P] int32: as ``PassMemory`` lays them
+    out. On the device: samples, a ``SampleBatch``; compared, what ``decisions`` reads of drafts;
+    targets [P]: the next tokens of unscored; thinking: rows of prompts that are thought about, or
+    None.
 
     **Launched** (``engine/core.py``). pending: a ``Sampled``. settled: whether it was launched as
     all later ones of its shape will be. moved: a setting of torch's that another thread has set
@@ -78,7 +78,6 @@ class Step:
     error: Exception | None = None
     moves: Array | None = None
     copies: list[tuple[int, int]] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
     embeds: list[tuple[int, Any]] = field(default_factory=list)
     shape: Any = None
     values: Array = field(init=False)
