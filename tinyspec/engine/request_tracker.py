@@ -150,7 +150,7 @@ class RequestTracker:
             request.thread = get_ident()
             self.requests[request.request_id] = request
             self.driver.news += 1
-            for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
+            for sequence in request.sequences:
                 self._core.admission.add(sequence)
 
     def submit(self, requests: list[Request]) -> None:

@@ -118,11 +118,13 @@ class KVCache:
                 for part in layer:
                     part[target].copy_(part[source])
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one page in every layer."""
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) one after the other, in every layer; none is left to be copied."""
         beside = () if self.beside is None else self.beside.pools
-        for pool in (*self.pools, *beside):
-            pool[target].copy_(pool[source])
+        for source, target in copies:
+            for pool in (*self.pools, *beside):
+                pool[target].copy_(pool[source])
+        copies.clear()
 
 
 def free_memory(device: torch.device) -> int:

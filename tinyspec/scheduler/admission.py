@@ -1,5 +1,8 @@
 """Which sequences wait and run, and on which pages: admission, sharing, preemption. Host only.
 
+What one sequence computes others start from, where it is their prompt or begins as theirs does:
+they wait until it is there.
+
 Knows nothing of passes; the scheduler asks for the pages that rows need.
 """
 
@@ -47,6 +50,8 @@ class Admission:
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
         self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
+        # Of pages, (from, to): to be made on the device, in order, before anything else runs there.
+        self.copies: list[tuple[int, int]] = []
 
     @property
     def running(self) -> list[Sequence]:
@@ -68,49 +73,6 @@ class Admission:
         self.pool.free(sequence.pages)
         sequence.leave()
 
-    @property
-    def free_places(self) -> int:
-        """How many more sequences may run now."""
-        return 0 if self.suspects else self._max_sequences - len(self.table)
-
-    def can_fork(self, leader: Sequence) -> bool:
-        """Whether a sibling can run now, and there is a page for its copy of the last one."""
-        return self.free_places > 0 and self.pool.can_fork(leader.computed)
-
-    def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
-        """Start ``sibling`` on the prompt that ``leader`` has computed.
-
-        Returns (from, to) of the page that must be copied, if there is one.
-        """
-        sibling.enter(self.table, self._window)
-        pages, copy = self.pool.fork(leader.pages, leader.computed)
-        sibling.set_pages(pages)
-        sibling.computed, sibling.canonical = leader.computed, leader.canonical
-        self.table.seen[sibling.row] = self.table.seen[leader.row]
-        self.checkpoints.fork(leader.row, sibling.row)
-        self._count_cached(sibling)
-        return copy
-
-    def adopt(self, sequence: Sequence, pages: list[int], canonical: int) -> None:
-        """Start from shared pages, of which the first ``canonical`` are. The last token runs all
-        the same, for its logits."""
-        if not pages:
-            return
-        self.pool.adopt(pages)
-        sequence.set_pages(pages)
-        sequence.indexed = len(pages)
-        sequence.frozen = len(pages) * self.pool.page_size
-        sequence.computed = min(sequence.frozen, sequence.length - 1)
-        sequence.canonical = min(canonical * self.pool.page_size, sequence.computed)
-        self.prefix.begin(sequence, len(pages))
-        self._count_cached(sequence)
-
-    def _count_cached(self, sequence: Sequence) -> None:
-        if sequence.stats.preemptions == 0:
-            cached = min(sequence.computed, sequence.request.num_prompt)
-            sequence.stats.cached_prompt_tokens = cached
-            self.stats.cached_prompt_tokens += cached
-
     def eligible(self) -> Array:
         """Rows of the table that may be in a pass, in the order in which they would start: all of
         them, or after a failed pass one alone."""
@@ -126,38 +88,95 @@ class Admission:
         if self.suspects:
             suspect = self.suspects[0][0]
             if suspect in self.waiting:
-                self.waiting.remove(suspect)
-                suspect.enter(self.table, self._window)
+                self._start(suspect)
             return
-        while (found := self._next()) is not None:
-            sequence, pages, canonical = found
-            self.waiting.remove(sequence)
-            sequence.enter(self.table, self._window)
-            self.adopt(sequence, pages, canonical)
+        while (sequence := self._next()) is not None:
+            self._start(sequence)
 
-    def _first_waiting(self) -> Sequence | None:
-        """The next sequence to start: none that waits for a token from outside."""
-        return next((s for s in self.waiting if s.next_logits is None), None)
-
-    def _next(self) -> tuple[Sequence, list[int], int] | None:
-        """The sequence to start next, the pages that it starts from, and how many of them are
-        canonical; None if none can start."""
-        if self.free_places <= 0 or (sequence := self._first_waiting()) is None:
+    def _next(self) -> Sequence | None:
+        """The sequence to start next; None if none can start."""
+        full = len(self.table) == self._max_sequences
+        if self.suspects or full or (sequence := self._first_waiting()) is None:
             return None
-        pages, canonical = self.prefix.match(sequence)
+        pages, source = self._shared(sequence)[0], self._source(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
         free = self.pool.num_free - len(self.pool.idle.keys() & pages)
-        if len(self.table) and free < need + len(self.table):
-            return None
-        return sequence, pages, canonical
+        # Later another completion of a prompt may have to compute it again.
+        others = len(self.table) if source is None else 0
+        return sequence if free >= need + others or not len(self.table) else None
+
+    def _first_waiting(self) -> Sequence | None:
+        """The next sequence to start: none that waits for a token from outside, nor for what one
+        that runs is about to compute: their prompt, or pages that begin with the same one."""
+        table, leaders = self.table, dict[bytes, bool]()
+        begun = (table.indexed == 0) & (table.length >= self.pool.page_size)
+        for row in table.rows[begun[table.rows]].tolist() if self.waiting else ():
+            if (first := self.prefix.first(leader := table.sequences[row])) is not None:
+                leaders[first] = leader.deterministic or leaders.get(first, False)
+
+        def follows(one: Sequence) -> bool:
+            if self._source(one) is not None:
+                return False
+            prompt = one.request.num_prompt
+            if any(each.running and each.computed < prompt - 1 for each in one.request.sequences):
+                return True
+            first = self.prefix.first(one) if leaders and not one.recompute else None
+            # A deterministic sequence cannot start from a plain leader's pages.
+            return first in leaders and leaders[first] >= one.deterministic
+
+        return next((s for s in self.waiting if s.next_logits is None and not follows(s)), None)
+
+    def _source(self, sequence: Sequence) -> Sequence | None:
+        """Another completion, which runs, has computed all but the last token of their prompt, and
+        can be started from."""
+        tokens = sequence.request.num_prompt - 1
+        others = () if sequence.num_generated else sequence.request.sequences
+        done = (each for each in others if each.running and each.computed >= tokens)
+        return next((each for each in done if self.checkpoints.reaches(each.row, tokens)), None)
+
+    def _shared(self, sequence: Sequence) -> tuple[list[int], int]:
+        """The full pages that a waiting sequence starts from, its ``_source``'s or those of the
+        prefix cache, and how many positions, from the first, are canonical."""
+        size, tokens = self.pool.page_size, sequence.request.num_prompt - 1
+        if (source := self._source(sequence)) is not None:
+            return source.pages[: tokens // size], source.canonical
+        pages, canonical = self.prefix.match(sequence)
+        return pages, canonical * size
+
+    def _start(self, sequence: Sequence) -> None:
+        """Let a waiting sequence run, from what it shares. The last token runs all the same, for
+        its logits."""
+        table, source = self.table, self._source(sequence)
+        pages, canonical = self._shared(sequence)
+        self.waiting.remove(sequence)
+        sequence.enter(table, self._window)
+        self.pool.adopt(pages)
+        sequence.indexed, known = len(pages), len(pages) * self.pool.page_size
+        sequence.frozen = known
+        if source is None:
+            self.prefix.begin(sequence, len(pages))
+        else:
+            if known < (tokens := sequence.request.num_prompt - 1):
+                self.pool.grow(pages, tokens, sequence.most_tokens)
+                self.copies.append((source.pages[len(pages) - 1], pages[-1]))
+            known, table.seen[sequence.row] = tokens, min(table.seen[source.row], tokens)
+            self.checkpoints.fork(source.row, sequence.row)
+        sequence.set_pages(pages)
+        sequence.computed = min(known, sequence.length - 1)
+        sequence.canonical = min(canonical, sequence.computed)
+        if sequence.stats.preemptions == 0:
+            cached = min(sequence.computed, sequence.request.num_prompt)
+            sequence.stats.cached_prompt_tokens = cached
+            self.stats.cached_prompt_tokens += cached
 
     @property
     def settled(self) -> bool:
-        """Whether the running sequences are all that the next pass can be for, and none could start
-        from pages that fill up before it: it would be the same one pass earlier."""
-        if self.suspects or self._next() is not None:
+        """Whether the running sequences are all that the next pass can be for, and none waits for
+        pages that fill up before it: it would be the same one pass earlier."""
+        if self.suspects:
             return False
-        return not self.prefix.on or bool(self.table.computed[self.table.rows].all())
+        full = not self.waiting or len(self.table) == self._max_sequences
+        return full or (self._first_waiting() is not None and self._next() is None)
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first

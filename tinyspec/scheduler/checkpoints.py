@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tinyspec.config import MOST_TAPS, STATE_TILE
-from tinyspec.scheduler.passes import DRAFT
+from tinyspec.scheduler.passes import DRAFT, PROMPT
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 from tinyspec.scheduler.step import Step
 
@@ -43,11 +43,15 @@ class Checkpoints:
         self.kept: dict[Key, int] = {}
         self._copies: list[tuple[int, int]] = []
 
-    def fork(self, leader: int, sibling: int) -> None:
-        """Let row ``sibling`` go on from the state of row ``leader``."""
+    def reaches(self, row: int, tokens: int) -> bool:
+        """Whether what comes after so many tokens can run from the state of a row."""
+        return not self.on or bool(self.table.state_at[row] <= tokens)
+
+    def fork(self, source: int, row: int) -> None:
+        """Let a row go on from the state of row ``source``."""
         if self.on:
-            self._copies.append((leader, sibling))
-            self.table.state_at[sibling] = self.table.state_at[leader]
+            self._copies.append((source, row))
+            self.table.state_at[row] = self.table.state_at[source]
 
     def find(self, digest: bytes, deterministic: bool) -> Key | None:
         """The key of a state that is kept after these tokens; for a deterministic request a
@@ -104,7 +108,9 @@ class Checkpoints:
         be copied before it, rings included."""
         table, rows = self.table, step.rows
         at = table.state_at[rows]
-        final = np.where(table.given[rows], step.ends, np.minimum(step.ends, table.length[rows]))
+        # Another completion of a prompt runs its last token again.
+        lengths = table.length[rows] - (step.kinds == PROMPT)
+        final = np.where(table.given[rows], step.ends, np.minimum(step.ends, lengths))
         to: Any = np.maximum(final // STATE_TILE * STATE_TILE, at)
         to = np.where(step.kinds == DRAFT, at, to)
         table.state_at[rows] = to

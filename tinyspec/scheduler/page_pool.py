@@ -128,29 +128,11 @@ class PagePool:
             insort(self.free_pages, page)
 
     def adopt(self, pages: list[int]) -> None:
-        """One more owner for cached pages, idle or not."""
+        """One more owner for pages that are cached, idle or not, or owned."""
         for page in pages:
-            assert page in self.cached
+            assert page in self.cached or self._owners[page]
             self.idle.pop(page, None)
             self._own(page)
-
-    def can_fork(self, tokens: int) -> bool:
-        """Whether there is a page for the copy that a fork at ``tokens`` may need."""
-        return tokens % self.page_size == 0 or self.num_free > 0
-
-    def fork(self, pages: list[int], tokens: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Pages for a second sequence with the same first ``tokens`` tokens.
-
-        Full pages are shared; the caller must copy a partial last page, the returned (from, to).
-        """
-        full = tokens // self.page_size
-        shared = pages[:full]
-        for page in shared:
-            self._own(page)
-        if tokens % self.page_size == 0:
-            return shared, None
-        self.grow(shared, tokens)
-        return shared, (pages[full], shared[full])
 
     def owners(self, page: int) -> int:
         return self._owners[page]

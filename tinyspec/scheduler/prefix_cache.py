@@ -66,7 +66,7 @@ class PrefixCache:
 
     def begin(self, sequence: Sequence, pages: int) -> None:
         """Let a sequence that runs start behind so many pages that ``match`` found."""
-        if self.checkpoints.on and (key := self._state(sequence, pages)) is not None:
+        if self.checkpoints.on and pages and (key := self._state(sequence, pages)) is not None:
             self.checkpoints.begin(sequence.row, key, pages * self.pool.page_size)
 
     def keep_states(self, step: Step) -> None:

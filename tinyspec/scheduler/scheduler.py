@@ -58,7 +58,7 @@ class Scheduler:
             waiting |= table.unthought[rows] > 0
         prompts = NONE
         if np.count_nonzero(waiting):
-            rows, prompts = rows[~waiting], self._without_followers(rows[waiting])
+            rows, prompts = rows[~waiting], rows[waiting]
         found = dict.fromkeys(DETERMINISTIC, NONE) | {"plain": rows, "plain_prompts": prompts}
         if table.any("deterministic"):
             exact, asked = table.deterministic[rows], table.deterministic[prompts]
@@ -244,32 +244,3 @@ class Scheduler:
         if self.table.is_ahead:  # to be planned with preemption
             granted[:] = False
         return step.only(granted)
-
-    def _without_followers(self, rows: Array) -> Array:
-        """Prompts without those whose first page another of them is about to finish computing.
-
-        They wait one pass for it, and start from what it leaves in the prefix cache.
-        """
-        prefix, table = self.admission.prefix, self.table
-        for row in rows[table.computed[rows] == 0].tolist():
-            sequence = table.sequences[row]
-            if not sequence.pages:
-                self.admission.adopt(sequence, *prefix.match(sequence))
-        if len(rows) == 1 or not prefix.on:
-            return rows
-        room = self.buckets.largest
-        canonical_leaders: dict[bytes, bool] = {}
-        kept = []
-        for row in rows.tolist():
-            sequence = table.sequences[row]
-            first = prefix.first(sequence)
-            leader = canonical_leaders.get(first) if first is not None else None
-            # A deterministic sequence cannot start from a plain leader's pages.
-            usable = leader is not None and (leader or not sequence.deterministic)
-            if usable and sequence.computed == 0 and not sequence.recompute:
-                continue
-            room -= sequence.pending
-            if first is not None and room >= 0:
-                canonical_leaders.setdefault(first, sequence.deterministic)
-            kept.append(row)
-        return np.array(kept, np.int64)
