@@ -32,7 +32,7 @@ class Committer:
 
     record: of the latest pass, which counts what is committed. accepted, rejected: of its drafts,
     and of its sequences with a wrong one, by the drafter that proposed them, 0 for the fast path.
-    ended: sequences that finished, and were not taken.
+    ended: sequences that finished, until they are taken.
     """
 
     admission: Admission
@@ -46,11 +46,6 @@ class Committer:
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
-
-    def take_ended(self) -> list[Sequence]:
-        """Those that finished since the last call."""
-        ended, self.ended = self.ended, []
-        return ended
 
     def commit(self, step: Step) -> None:
         """Mark what a pass has computed, start completions that wait for it, and commit tokens or

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,6 +28,12 @@ from tinyspec.model.served_model import ServedModel
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
 # Statistics of torch's allocator: all of its memory, and what of that no other segment can be.
 SEGMENTS = ("reserved", "allocated", "inactive_split")
+# By the kinds of a control group, as version 2 and 1 list them: names of its limit, of what is used
+# and of what of that is files.
+GROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # From malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
@@ -80,12 +87,6 @@ class KVCache:
         self.rows = [pool(1, channels, served.dtype) for channels in served.channels]
         self.pools = (*self.k, *self.v, *self.rows)
         self.states = [layer.states(*states, new) for layer in served.recurrent]
-        self.kind = self.kind_of(served, dtype)
-
-    @staticmethod
-    def kind_of(served: ServedModel, dtype: torch.dtype) -> tuple[object, ...]:
-        """Equal for models that the same pages fit."""
-        return served.layers, served.channels, served.recurrent, served.dtype, dtype
 
     @staticmethod
     def page_bytes(served: ServedModel, page_size: int, dtype: torch.dtype) -> int:
@@ -194,37 +195,24 @@ def most_pages(
 
 
 def group_memory(root: Path = Path("/")) -> list[int]:
-    """Bytes that each control group of the process with a limit leaves it; files that can be read
-    again count as free. root: of the file system."""
-    found = []
-    for folder, most, used, files in _groups(root):
-        try:
-            limit, taken = (int((folder / name).read_text()) for name in (most, used))
-            lines = (folder / "memory.stat").read_text().splitlines()
-            counts = dict(line.split() for line in lines)
-        except (OSError, ValueError):  # none, or "max"
-            continue
-        found.append(max(0, limit - taken + int(counts.get(files, 0))))
-    return found
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Folders of the memory groups of the process and of those around them, as version 2 and 1 have
-    them; and names there: of the limit, of what is used, and of what of that is files."""
+    """Bytes that each control group of the process with a limit leaves it, of the groups around it
+    too; files that can be read again count as free. root: of the file system."""
+    found: list[int] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return
+        return found
     for line in lines:
         _, kinds, path = line.split(":", 2)
         own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):
-            if kinds == "":
-                folder = root / "sys/fs/cgroup" / group
-                yield folder, "memory.max", "memory.current", "inactive_file"
-            elif kinds == "memory":
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                yield root / "sys/fs/cgroup/memory" / group, *names
+        for group in (own, *own.parents) if kinds in GROUPS else ():
+            folder, (most, used, files) = root / "sys/fs/cgroup" / kinds / group, GROUPS[kinds]
+            with suppress(OSError, ValueError):  # no limit, or "max"
+                limit, taken = (int((folder / name).read_text()) for name in (most, used))
+                stat = (folder / "memory.stat").read_text().splitlines()
+                counts = dict(line.split() for line in stat)
+                found.append(max(0, limit - taken + int(counts.get(files, 0))))
+    return found
 
 
 def refuse_shortage(needed: int, device: torch.device) -> None:

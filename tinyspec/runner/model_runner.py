@@ -69,11 +69,11 @@ class ModelRunner:
         self.serve(served)
 
     def serve(self, served: ServedModel) -> None:
-        """Run this model from now on, on pages of its own where it has others; no pass may be
-        running."""
-        model, before = served.model, self._cache
+        """Run this model from now on, on new pages; no pass may be running."""
+        model, self._cache = served.model, None
         self._context.hold()  # the model of before is collected late
         self.graphs.clear()
+        self.memory.kept.clear()
         self.served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
         self._always = accepted(model, use_cache=False, return_dict=True)
@@ -83,11 +83,6 @@ class ModelRunner:
         self.dtype = served.dtype
         self.memory.ring = self._states[1] if served.recurrent else 0
         self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
-        if before is not None:
-            if before.kind != KVCache.kind_of(served, self.kv_dtype):
-                self.release()
-            else:
-                self._context.hold(*before.held)
 
     @property
     def cache(self) -> KVCache:

@@ -48,7 +48,7 @@ class Admission:
         self.prefix = PrefixCache(pool, self.checkpoints, config.prefix_cache)
         self.stats = EngineStats()
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
-        self.suspects: list[tuple[Sequence, int]] = []
+        self.suspects: dict[Sequence, int] = {}
         self.row_limit: int | None = None
         # Of pages, (from, to): to be made on the device, in order, before anything else runs there.
         self.copies: list[tuple[int, int]] = []
@@ -77,7 +77,7 @@ class Admission:
         """Rows of the table that may be in a pass, in the order in which they would start: all of
         them, or after a failed pass one alone."""
         if self.suspects:
-            return np.array([self.suspects[0][0].row])
+            return np.array([next(iter(self.suspects)).row])
         table, rows = self.table, self.table.rows
         # Ahead of results there are sequences that have all their tokens and are still here.
         return rows[table.length[rows] < table.most[rows]] if table.is_ahead else rows
@@ -86,8 +86,7 @@ class Admission:
         """Start waiting sequences while pages are likely to last for one token of each."""
         self._drop_cleared_suspects()
         if self.suspects:
-            suspect = self.suspects[0][0]
-            if suspect in self.waiting:
+            if (suspect := next(iter(self.suspects))) in self.waiting:
                 self._start(suspect)
             return
         while (sequence := self._next()) is not None:
@@ -249,17 +248,16 @@ class Admission:
         row_limit: most rows of a pass of the first of them.
         """
         self.preempt_all()
-        known = [sequence for sequence, _ in self.suspects]
-        self.suspects += [(s, s.length) for s in suspects if s not in known]
+        for sequence in suspects:
+            self.suspects.setdefault(sequence, sequence.length)
         self.row_limit = row_limit
 
     def _drop_cleared_suspects(self) -> None:
-        while self.suspects:
-            sequence, tokens = self.suspects[0]
+        for sequence, tokens in list(self.suspects.items()):
             waits = sequence.next_logits is not None  # it has run, and gets no token before others
             if not (sequence.finished or waits) and sequence.length == tokens:
                 return
-            del self.suspects[0]
+            del self.suspects[sequence]
             self.row_limit = None
             if sequence.running:
                 self.preempt(sequence)  # the next has the pool to itself

@@ -53,12 +53,6 @@ class Checkpoints:
             self._copies.append((source, row))
             self.table.state_at[row] = self.table.state_at[source]
 
-    def find(self, digest: bytes, deterministic: bool) -> Key | None:
-        """The key of a state that is kept after these tokens; for a deterministic request a
-        canonical one."""
-        keys: list[Key] = [(digest, True)] if deterministic else [(digest, True), (digest, False)]
-        return next((key for key in keys if key in self.kept), None)
-
     def begin(self, row: int, key: Key, tokens: int) -> None:
         """Let a row begin with a state that is kept, after so many tokens."""
         self.kept[key] = number = self.kept.pop(key)  # the latest used
@@ -92,14 +86,6 @@ class Checkpoints:
             return counts
         ends = np.minimum(starts + counts, lengths - 1) // self.step * self.step
         return np.where(ends > starts, ends - starts, counts)
-
-    def worth_keeping(self, step: Step) -> list[tuple[int, int]]:
-        """Rows with a state to be kept, and after how many tokens it is; each once."""
-        at = self.table.state_at[step.rows]
-        found = (at > self.table.state_kept[step.rows]) & (at % self.step == 0)
-        rows = step.rows[found]
-        self.table.state_kept[rows] = at[found]
-        return list(zip(rows.tolist(), at[found].tolist(), strict=True))
 
     def move(self, step: Step) -> None:
         """Fill in ``moves`` [3, n] of the works of a pass: whose state, after how many tokens it

@@ -134,11 +134,6 @@ class Sequence:
         return self._stats
 
     @property
-    def known_stats(self) -> CompletionStats:
-        """Without a look at the table: what of its statistics does not change while it runs."""
-        return self._stats
-
-    @property
     def stop_reason(self) -> str | int | None:
         """The stop string or token that ended it; None for the model's own EOS, criteria, and
         whatever is no stop."""
