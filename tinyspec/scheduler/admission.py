@@ -9,6 +9,7 @@ Knows nothing of passes; the scheduler asks for the pages that rows need.
 from __future__ import annotations
 
 from bisect import insort
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
+
+# Digests of first pages, and whether the sequence is deterministic.
+Begun = set[tuple[bytes | None, bool]]
 
 
 def starting_order(sequence: Sequence) -> tuple[float, int, int]:
@@ -88,42 +92,53 @@ class Admission:
         if self.suspects:
             if (suspect := next(iter(self.suspects))) in self.waiting:
                 self._start(suspect)
-            return
-        while (sequence := self._next()) is not None:
-            self._start(sequence)
+        elif candidates := self._candidates():
+            begun = self._begun()
+            for sequence in candidates:
+                if self._follows(sequence, begun):
+                    continue
+                if not self._fits(sequence):
+                    break
+                self._start(sequence)
+                if not sequence.indexed:
+                    begun.add((self.prefix.first(sequence), sequence.deterministic))
 
-    def _next(self) -> Sequence | None:
-        """The sequence to start next; None if none can start."""
-        full = len(self.table) == self._max_sequences
-        if self.suspects or full or (sequence := self._first_waiting()) is None:
-            return None
-        pages, source = self._shared(sequence)[0], self._source(sequence)
+    def _candidates(self) -> list[Sequence]:
+        """The next sequences to start, as many as there are places for, those that follow others
+        included; none that waits for a token from outside."""
+        waiting = (each for each in self.waiting if each.next_logits is None)
+        return list(islice(waiting, self._max_sequences - len(self.table)))
+
+    def _begun(self) -> Begun:
+        """Of the running sequences whose first page is to come: with a pass, not with a token from
+        outside."""
+        table, rows = self.table, self.table.rows
+        short = (table.indexed[rows] == 0) & (table.length[rows] >= self.pool.page_size)
+        running = [table.sequences[row] for row in rows[short].tolist()]
+        coming = (each for each in running if each.next_logits is None)
+        return {(self.prefix.first(each), each.deterministic) for each in coming}
+
+    def _follows(self, sequence: Sequence, begun: Begun) -> bool:
+        """Whether a running sequence is about to compute what a waiting one can start from: their
+        prompt, or the first page of it."""
+        if self._source(sequence) is not None:
+            return False
+        request, least = sequence.request, sequence.request.num_prompt - 1
+        if any(each.running and each.computed < least for each in request.sequences):
+            return True
+        # A deterministic sequence cannot start from a plain one's pages.
+        kinds = {True, sequence.deterministic}
+        first = self.prefix.first(sequence) if begun and not sequence.recompute else None
+        return first is not None and any((first, kind) in begun for kind in kinds)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether pages are likely to last if a sequence starts. Later another completion of a
+        prompt may have to compute it again, so that it starts where pages are scarce, too."""
+        pages = self._shared(sequence)[0]
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
+        others = len(self.table) if self._source(sequence) is None else 0
         free = self.pool.num_free - len(self.pool.idle.keys() & pages)
-        # Later another completion of a prompt may have to compute it again.
-        others = len(self.table) if source is None else 0
-        return sequence if free >= need + others or not len(self.table) else None
-
-    def _first_waiting(self) -> Sequence | None:
-        """The next sequence to start: none that waits for a token from outside, nor for what one
-        that runs is about to compute: their prompt, or pages that begin with the same one."""
-        table, leaders = self.table, dict[bytes, bool]()
-        begun = (table.indexed == 0) & (table.length >= self.pool.page_size)
-        for row in table.rows[begun[table.rows]].tolist() if self.waiting else ():
-            if (first := self.prefix.first(leader := table.sequences[row])) is not None:
-                leaders[first] = leader.deterministic or leaders.get(first, False)
-
-        def follows(one: Sequence) -> bool:
-            if self._source(one) is not None:
-                return False
-            prompt = one.request.num_prompt
-            if any(each.running and each.computed < prompt - 1 for each in one.request.sequences):
-                return True
-            first = self.prefix.first(one) if leaders and not one.recompute else None
-            # A deterministic sequence cannot start from a plain leader's pages.
-            return first in leaders and leaders[first] >= one.deterministic
-
-        return next((s for s in self.waiting if s.next_logits is None and not follows(s)), None)
+        return free >= need + others or not len(self.table)
 
     def _source(self, sequence: Sequence) -> Sequence | None:
         """Another completion, which runs, has computed all but the last token of their prompt, and
@@ -172,10 +187,10 @@ class Admission:
     def settled(self) -> bool:
         """Whether the running sequences are all that the next pass can be for, and none waits for
         pages that fill up before it: it would be the same one pass earlier."""
-        if self.suspects:
-            return False
-        full = not self.waiting or len(self.table) == self._max_sequences
-        return full or (self._first_waiting() is not None and self._next() is None)
+        if not (candidates := self._candidates()):
+            return not self.suspects
+        follows = self._follows(candidates[0], self._begun())
+        return not (self.suspects or follows or self._fits(candidates[0]))
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
@@ -213,7 +228,7 @@ class Admission:
         that waits for a token from outside needs nothing else, so it goes first."""
         running = self.running
         held = [sequence for sequence in running if sequence.next_logits is not None]
-        if held and (len(held) < len(running) or self._first_waiting() is not None):
+        if held and (len(held) < len(running) or any(s.next_logits is None for s in self.waiting)):
             self.preempt(last_served(held))
             self.admit()
             return True
