@@ -121,7 +121,7 @@ class Simulation:
 
     def _decodes(self, sequence):
         """Whether one row on the fast path would bring it further."""
-        if sequence.pending != 1 or sequence.proposed or sequence.draft_ended:
+        if sequence.computed != sequence.length - 1 or sequence.proposed or sequence.draft_ended:
             return False
         waits = self.config.verify not in ("padded", "direct")
         limit = self._limit(sequence) if waits else 0
@@ -133,7 +133,11 @@ class Simulation:
     def _propose(self):
         for sequence in self.admission.running:
             limit = self._limit(sequence)
-            settled = sequence.deterministic and sequence.pending == 1 and not sequence.drafts
+            settled = (
+                sequence.deterministic
+                and sequence.computed == sequence.length - 1
+                and not sequence.drafts
+            )
             if self.proposing and settled and limit > 0:
                 sequence.drafts = [0] * self.rng.randint(0, limit)
                 sequence.proposed = bool(sequence.drafts)
@@ -371,7 +375,7 @@ def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
         simulation.add(rng.randint(1, 40), rng.randint(5, 40), n % 2 == 0)
     verifies = 0
     while simulation.unfinished:
-        decoding = [s for s in simulation.admission.running if s.pending == 1]
+        decoding = [s for s in simulation.admission.running if s.computed == s.length - 1]
         before = {id(s): len(s.tokens) for s in decoding}
         goes_on = {id(s) for s in decoding if simulation._decodes(s)}
         drawn = simulation.step()

@@ -173,11 +173,6 @@ class Sequence:
         return self.request.num_prompt + self.params.most_new_tokens - 1
 
     @property
-    def pending(self) -> int:
-        """Committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
-        return self.length - self.computed
-
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
