@@ -133,10 +133,11 @@ class Admission:
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether pages are likely to last if a sequence starts. Later another completion of a
-        prompt may have to compute it again, so that it starts where pages are scarce, too."""
+        prompt may have to compute it again, so that once it starts where pages are scarce, too."""
         pages = self._shared(sequence)[0]
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
-        others = len(self.table) if self._source(sequence) is None else 0
+        once = self._source(sequence) is not None and not sequence.stats.preemptions
+        others = 0 if once else len(self.table)
         free = self.pool.num_free - len(self.pool.idle.keys() & pages)
         return free >= need + others or not len(self.table)
 
@@ -255,6 +256,7 @@ class Admission:
             sequence.next_logits = None
         self.preempt_all()
         self.prefix.clear()
+        self.copies.clear()
 
     def isolate(self, suspects: list[Sequence], row_limit: int | None = None) -> None:
         """A pass of these failed: each runs alone until it has one more token or its
