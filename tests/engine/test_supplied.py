@@ -132,6 +132,7 @@ def test_prompts_that_begin_the_same():
     ids = [[*text(9, seed=1), n] for n in range(3)]
     with Engine(tiny(), config=CONFIG) as engine:
         found = supply(engine, begin(engine, ids))
+        assert engine.stats().preemptions == 0
     for n, prompt in enumerate(ids):
         with Engine(tiny(), config=CONFIG) as engine:
             assert same(
