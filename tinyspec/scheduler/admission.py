@@ -19,7 +19,7 @@ from tinyspec.scheduler.checkpoints import Checkpoints
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.prefix_cache import PrefixCache
-from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 # Digests of first pages, and whether the sequence is deterministic.
@@ -93,9 +93,10 @@ class Admission:
             if (suspect := next(iter(self.suspects))) in self.waiting:
                 self._start(suspect)
         elif candidates := self._candidates():
-            begun = self._begun()
+            begun, waiting = self._begun(), set[Request]()
             for sequence in candidates:
-                if self._follows(sequence, begun):
+                if sequence.request in waiting or self._follows(sequence, begun):
+                    waiting.add(sequence.request)
                     continue
                 if not self._fits(sequence):
                     break
