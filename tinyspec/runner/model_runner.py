@@ -170,11 +170,9 @@ class ModelRunner:
             self.use_prepacked()
             return self.forward(batch, keep, shape.canonical, hooks)
 
-        if step.embeds or hooks is not None or self.kernels.backend == "torch":
-            logits = self.graphs.eagerly(forward)
-        else:
-            addresses = (*self.memory.addresses, *cache.addresses)
-            logits = self.graphs.run(shape, shape.canonical, addresses, forward)
+        fixed = self.kernels.backend == "triton" and hooks is None and not step.embeds
+        addresses = (*self.memory.addresses, *cache.addresses) if fixed else None
+        logits = self.graphs.run(shape, shape.canonical, addresses, forward)
         self.served.keep_apart(marks)
         if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()

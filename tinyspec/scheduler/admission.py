@@ -77,15 +77,6 @@ class Admission:
         self.pool.free(sequence.pages)
         sequence.leave()
 
-    def eligible(self) -> Array:
-        """Rows of the table that may be in a pass, in the order in which they would start: all of
-        them, or after a failed pass one alone."""
-        if self.suspects:
-            return np.array([next(iter(self.suspects)).row])
-        table, rows = self.table, self.table.rows
-        # Ahead of results there are sequences that have all their tokens and are still here.
-        return rows[table.length[rows] < table.most[rows]] if table.is_ahead else rows
-
     def admit(self) -> None:
         """Start waiting sequences while pages are likely to last for one token of each."""
         self._drop_cleared_suspects()

@@ -49,7 +49,11 @@ class Scheduler:
         self.chosen = 0
 
     def _candidates(self) -> Candidates:
-        table, rows = self.table, self.admission.eligible()
+        table, rows = self.table, self.table.rows
+        if self.admission.suspects:  # after a failed pass one alone
+            rows = np.array([next(iter(self.admission.suspects)).row])
+        elif table.is_ahead:  # there are sequences that have all their tokens and are still here
+            rows = rows[table.length[rows] < table.most[rows]]
         uncomputed = table.pending(rows)
         if np.count_nonzero(uncomputed) < len(rows):  # some wait for a token from outside
             rows, uncomputed = rows[uncomputed > 0], uncomputed[uncomputed > 0]
