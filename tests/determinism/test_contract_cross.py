@@ -294,7 +294,6 @@ def test_what_the_cache_holds(dtype):
     for make in (engine_of, coded):
         with make(model, page_size=64, num_pages=4) as engine:
             cache = engine.runner.cache
-            cache.zero([0, 1, 2, 3])
             engine.generate([prompt], SamplingParams(max_new_tokens=1))
             held.append([pool.flatten(0, 1).clone() for pool in (*cache.k, *cache.v)])
     own, codes = held

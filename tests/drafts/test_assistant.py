@@ -254,8 +254,10 @@ def test_forks_of_a_prompt_that_was_read_in_part(copied, monkeypatch):
     if not copied:
         monkeypatch.setattr(
             KVCache,
-            "copy_page",
-            lambda self, source, target: [pool[target].copy_(pool[source]) for pool in self.pools],
+            "copy_pages",
+            lambda self, copies: [
+                pool[target].copy_(pool[source]) for source, target in copies for pool in self.pools
+            ],
         )
     model = model_of("as is")
     params = SamplingParams(max_new_tokens=24, deterministic=True, **SAMPLED)

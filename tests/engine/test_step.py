@@ -43,10 +43,10 @@ def test_a_step_tells_what_became_of_a_pass(drafter):
         found = steps_of(engine)
         records, stats = engine.records, engine.stats()
     assert [step.record for step, _ in found] == records
-    counts = {"committed": 0, "shifted": 0, "siblings": 0, "unscored": 0, "drafts": 0}
+    counts = {"committed": 0, "shifted": 0, "unscored": 0, "drafts": 0}
     for step, works in found:
         assert step.num_rows == step.cu_rows[-1] == (step.ends - step.starts).sum() <= step.bucket
-        assert len(step.tokens) == step.num_tokens + len(step.siblings)
+        assert len(step.tokens) == step.num_tokens
         assert step.num_logits == step.num_tokens + len(step.unscored)
         assert sum(step.record.rows.values()) + step.record.padding == step.bucket
         for n, (_, before, after) in enumerate(works):
@@ -61,7 +61,5 @@ def test_a_step_tells_what_became_of_a_pass(drafter):
             counts["committed"] += len(own)
             shifted = np.roll(step.tokens, -1)[first : first + len(own)].tolist()
             counts["shifted"] += own != shifted
-        counts["siblings"] += len(step.siblings)
         counts["unscored"] += len(step.unscored)
-    # Siblings get their first token from their leader's pass.
-    assert counts["committed"] + counts["siblings"] == stats.committed and all(counts.values())
+    assert counts["committed"] == stats.committed and all(counts.values())

@@ -125,3 +125,16 @@ def test_a_pass_that_fails_costs_one_request_and_nobody_waits_for_ever():
         assert output.request_id == number
         assert "of one request" in output.completions[0].error
     assert same(found, expected)
+
+
+def test_prompts_that_begin_the_same():
+    """None waits for pages that come with another one's next token only."""
+    ids = [[*text(9, seed=1), n] for n in range(3)]
+    with Engine(tiny(), config=CONFIG) as engine:
+        found = supply(engine, begin(engine, ids))
+        assert engine.stats().preemptions == 0
+    for n, prompt in enumerate(ids):
+        with Engine(tiny(), config=CONFIG) as engine:
+            assert same(
+                [step[n : n + 1] for step in found], supply(engine, begin(engine, [prompt]))
+            )

@@ -100,7 +100,7 @@ def test_the_ring_is_bounded():
 
 
 def test_every_end_is_there(monkeypatch):
-    """Also of completions that get their only token from another one's prompt, or end before it."""
+    """Also of completions that start from the prompt of another one, or end before it."""
     several = SamplingParams(max_new_tokens=1, num_return_sequences=3, temperature=1.0, seed=1)
 
     def raises(*_):

@@ -83,7 +83,6 @@ def through(model, monkeypatch, way):
     ids = torch.randint(2, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
     batch, pages = batch_of(ids.tolist())
     cache = KVCache(patched, pages, PAGE, model.dtype, states=(len(LENGTHS), RING))
-    cache.zero(list(range(pages)))
     context.hold(*cache.held)
     more = accepted(model, position_ids=batch.positions[None], use_cache=False)
     try:

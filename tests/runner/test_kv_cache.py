@@ -1,5 +1,8 @@
 """The page pool takes what is asked for or is refused with the bytes; never more than its share."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,11 +14,17 @@ from tinyspec.runner import kv_cache
 PAGE = 2 * 2 * 2 * 16 * 16 * 4
 SHORT = SamplingParams(max_new_tokens=3)
 GPU = torch.device("cuda", 0)
+STATM = Path("/proc/self/statm")
 
 
 def free(monkeypatch, pages: float) -> None:
     """Memory for so many pages."""
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: int(pages * PAGE))
+
+
+def resident() -> int:
+    """Bytes of memory that this process uses."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def engine_of(**settings) -> Engine:
@@ -30,9 +39,7 @@ def bytes_of(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_pools_begin_as_zeros_for_triton_alone(backend, monkeypatch):
-    """The twins take memory as pages are handed out."""
-
+def test_pools_begin_as_zeros(backend, monkeypatch):
     def poisoned(shape, **given):
         return torch.full(shape, torch.nan, **given)
 
@@ -40,7 +47,22 @@ def test_pools_begin_as_zeros_for_triton_alone(backend, monkeypatch):
         monkeypatch.setattr(kv_cache.torch, "empty", poisoned)
         cache = engine.runner.pages(6)
     for pool in (*cache.k, *cache.v):
-        assert len(pool) == 6 and bool(pool.any()) is (backend == "torch")
+        assert len(pool) == 6 and not pool.any()
+        assert pool.data_ptr() % kv_cache.ALIGNED == 0
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="Linux tells what of its memory a process uses")
+def test_a_pool_takes_memory_as_it_is_used():
+    """Control: once it is written it is taken."""
+    with engine_of(num_pages=4) as engine:
+        before = resident()
+        cache = engine.runner.pages(16_000)
+        size = 16_000 * PAGE
+        made = resident()
+        assert made - before < size / 10
+        for pool in (*cache.k, *cache.v):
+            pool.fill_(1)
+        assert resident() - made > size / 2
 
 
 def test_codes_of_8_bits_take_a_quarter_of_fp32(monkeypatch):

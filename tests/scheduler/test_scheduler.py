@@ -77,6 +77,7 @@ class Simulation:
         self.table = self.admission.table
         self.requests = []
         self.left_out = []
+        self.forked = 0
         self.acceptance = self.rng.choice((0.0, 0.5, 0.9, 1.0))
         self.proposing = self.rng.random() < 0.4
 
@@ -86,7 +87,8 @@ class Simulation:
         )
         request = Request("", [0] * prompt, params, len(self.requests))
         self.requests.append(request)
-        self.admission.add(request.sequences[0])
+        for sequence in request.sequences:
+            self.admission.add(sequence)
 
     @property
     def unfinished(self):
@@ -98,31 +100,28 @@ class Simulation:
         self._propose()
         drawn = self.scheduler.schedule()
         assert drawn is not None, "nothing can run, yet not all is finished"
+        self.admission.copies.clear()
         self.works = works_of(drawn)
         self.check(drawn)
         served = {id(work.sequence) for work in self.works}
         self.left_out = [
             s for s in self.admission.running if id(s) not in served and self._decodes(s)
         ]
-        forked = []
         for work in self.works:
             if work.kind != DRAFT:
                 work.sequence.computed = min(work.end, work.sequence.length)
-                if work.yields:
-                    forked += self._fork(work.sequence)
+        self._fork()
         for work in self.works:
             if work.kind == DRAFT:
                 self._draft(work.sequence)
             elif work.yields:
                 self._commit(work.sequence, work.yields)
-        for sequence in forked:
-            self._commit(sequence, 1)
         self.check_pool()
         return drawn
 
     def _decodes(self, sequence):
         """Whether one row on the fast path would bring it further."""
-        if sequence.pending != 1 or sequence.proposed or sequence.draft_ended:
+        if sequence.computed != sequence.length - 1 or sequence.proposed or sequence.draft_ended:
             return False
         waits = self.config.verify not in ("padded", "direct")
         limit = self._limit(sequence) if waits else 0
@@ -134,25 +133,35 @@ class Simulation:
     def _propose(self):
         for sequence in self.admission.running:
             limit = self._limit(sequence)
-            settled = sequence.deterministic and sequence.pending == 1 and not sequence.drafts
+            settled = (
+                sequence.deterministic
+                and sequence.computed == sequence.length - 1
+                and not sequence.drafts
+            )
             if self.proposing and settled and limit > 0:
                 sequence.drafts = [0] * self.rng.randint(0, limit)
                 sequence.proposed = bool(sequence.drafts)
 
-    def _fork(self, leader):
-        siblings, leader.siblings = leader.siblings, []
-        forked = []
-        for sibling in siblings:
-            if self.admission.can_fork(leader):
-                copy = self.admission.fork(leader, sibling)
-                full, rest = divmod(leader.computed, self.pool.page_size)
-                assert sibling.pages[:full] == leader.pages[:full]
-                assert copy == ((leader.pages[full], sibling.pages[full]) if rest else None)
-                forked.append(sibling)
-            else:
-                self.admission.add(sibling)
-        leader.forbid_drafts(False)
-        return forked
+    def _fork(self):
+        """Completions start from the prompt of another, all but its last token."""
+        before = set(map(id, self.admission.running))
+        self.admission.admit()
+        copies = {target: source for source, target in self.admission.copies}
+        for sequence in self.admission.running:
+            if id(sequence) in before or sequence.num_generated:
+                continue
+            known = sequence.request.num_prompt - 1
+            own = [s for s in sequence.request.sequences if s.running and s is not sequence]
+            sources = [s for s in own if s.computed >= known]
+            full, rest = divmod(known, self.pool.page_size)
+            if rest and sequence.pages[full:] and sequence.pages[full] in copies:
+                assert copies.pop(sequence.pages[full]) in [s.pages[full] for s in sources]
+            if any(id(s) in before for s in sources):
+                assert sequence.computed == known
+                assert sequence.pages[:full] in [s.pages[:full] for s in sources]
+                self.forked += 1
+        assert not copies
+        self.admission.copies.clear()
 
     def _draft(self, sequence):
         self.table.draft(np.array([sequence.row]), np.zeros(1, np.int64))
@@ -176,6 +185,7 @@ class Simulation:
         if not sequence.drafts:
             sequence.proposed = sequence.draft_ended = False
         self.table.mark_final(row)
+        self.admission.prefix.insert(sequence)
         if sequence.deterministic:
             self.admission.truncate(sequence, sequence.computed + len(sequence.drafts))
 
@@ -298,7 +308,8 @@ def test_preemption_order():
             tight.step()
             forks += [s for s in tight.admission.preempted if s.index > 0]
     assert {s.deterministic for s in forks} == {True, False}
-    simulation = Simulation(0, num_pages=24, page_size=1, reference_rows=4, max_rows=16)
+    settings = {"reference_rows": 4, "max_rows": 16, "prefix_cache": False}
+    simulation = Simulation(0, num_pages=24, page_size=1, **settings)
     simulation.acceptance, simulation.proposing = 1.0, False
     for deterministic in (True, False, True, False, True):
         simulation.add(prompt=2, new=20, deterministic=deterministic)
@@ -334,6 +345,20 @@ def test_more_sequences_than_the_largest_bucket(deterministic, num):
     simulation.run()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("prompt", [1, 8, 9])
+def test_completions_start_from_the_prompt_of_another(prompt, deterministic):
+    """Once it is computed: with the last token of it, in one pass with the other's next one."""
+    simulation = Simulation(3, 400, reference_rows=16, max_rows=64)
+    simulation.proposing = False
+    simulation.add(prompt, new=5, deterministic=deterministic, num=6)
+    if prompt > 1:
+        assert simulation.step().num_rows == prompt and simulation.forked == 5
+    simulation.step()
+    assert [(work.start, work.count) for work in simulation.works[1:]] == [(prompt - 1, 1)] * 5
+    simulation.run()
+
+
 @pytest.mark.parametrize("verify", ["auto", "always", "padded"])
 @pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("seed", range(2))
@@ -350,7 +375,7 @@ def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
         simulation.add(rng.randint(1, 40), rng.randint(5, 40), n % 2 == 0)
     verifies = 0
     while simulation.unfinished:
-        decoding = [s for s in simulation.admission.running if s.pending == 1]
+        decoding = [s for s in simulation.admission.running if s.computed == s.length - 1]
         before = {id(s): len(s.tokens) for s in decoding}
         goes_on = {id(s) for s in decoding if simulation._decodes(s)}
         drawn = simulation.step()

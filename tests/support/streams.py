@@ -85,8 +85,7 @@ class Recorder:
 
 
 # What writes to the pool or reads it: name, and class.
-ON_THE_POOL = {"forward": ModelRunner}
-ON_THE_POOL |= dict.fromkeys(("zero", "zero_tail", "copy_page"), KVCache)
+ON_THE_POOL = {"forward": ModelRunner, "copy_pages": KVCache}
 
 
 def record(patches: pytest.MonkeyPatch, streams: bool = True) -> Recorder:

@@ -173,7 +173,6 @@ class Assistant:
             runner = self.runner
         if (cache := self._target.cache).beside is None:  # it has read nothing of what is there
             cache.beside = runner.pages(self._pool.num_pages)
-            cache.beside.zero([*range(cache.written)])
             table.seen[:], self._pool.seen[:] = 0, False
         limits, grown = self._grow(rows, np.minimum(most, count))
         self._keep_noise(rows, limits)
@@ -248,8 +247,6 @@ class Assistant:
         for sequence, end in zip(grown, tokens[short].tolist(), strict=True):
             pool.grow(sequence.pages, end, sequence.most_tokens)
             sequence.set_pages(sequence.pages)
-        if self._target.kernels.backend == "torch":
-            self._target.cache.zero(pool.take_fresh())
         return limits, grown
 
     def _read(self, rows: Array, ends: Array, limits: Array) -> tuple[Array, Array, Array]:

@@ -133,8 +133,6 @@ class WideRows:
         Raises what the user's code raised."""
         sequences = [sequence for request in requests for sequence in request.sequences]
         self.done, tracker = [False] * len(sequences), engine.tracker
-        for request in requests:
-            request.sequences[0].siblings = []
 
         def wait() -> bool:
             return all(s.next_logits is not None or s.finished for s in sequences)

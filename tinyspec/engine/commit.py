@@ -19,7 +19,7 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, SpecialResult
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, TokenCounts
+from tinyspec.scheduler.passes import DRAFT, PROMPT, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import DRAFTING, Step
@@ -32,7 +32,7 @@ class Committer:
 
     record: of the latest pass, which counts what is committed. accepted, rejected: of its drafts,
     and of its sequences with a wrong one, by what proposed them, as the column ``proposed`` has it.
-    ended: sequences that finished, and were not taken.
+    ended: sequences that finished, until they are taken.
     """
 
     admission: Admission
@@ -47,13 +47,8 @@ class Committer:
     def __post_init__(self) -> None:
         self.table = self.admission.table
 
-    def take_ended(self) -> list[Sequence]:
-        """Those that finished since the last call."""
-        ended, self.ended = self.ended, []
-        return ended
-
     def commit(self, step: Step) -> None:
-        """Mark what a pass has computed, start the siblings that wait for it, and commit tokens or
+        """Mark what a pass has computed, start completions that wait for it, and commit tokens or
         keep them as drafts, whose errors are left to the verify. What is not alive is left out, and
         tokens of works that are not good to their end.
 
@@ -75,7 +70,9 @@ class Committer:
         good = ends == step.ends
         alive &= good
         kept &= good & (step.yields > 0)
-        siblings = self._start_siblings(step, kept) if step.leads else []
+        if self.admission.waiting and np.count_nonzero(kept & (step.kinds == PROMPT)):
+            self.admission.admit()  # before what they start from may leave
+            self.runner.cache.copy_pages(self.admission.copies)
         if step.way == DRAFTING:
             # What follows a draft that ended the drafts was drafted before that was known.
             drafted = alive & (step.kinds == DRAFT) & ~table.draft_ended[step.rows]
@@ -83,9 +80,6 @@ class Committer:
             self.record.drafted += int(drafted.sum())
         newest = kept if step.decisions is None else kept & ~step.verifies
         rows, places = step.rows[newest], step.firsts[newest]
-        if siblings:
-            started = np.array(siblings).T
-            rows, places = np.concatenate([rows, started[0]]), np.concatenate([places, started[1]])
         if supplied := table.places("supplied", rows):
             self._keep_logits(step, rows[supplied], places[supplied])
             rows, places = np.delete(rows, supplied), np.delete(places, supplied)
@@ -109,24 +103,6 @@ class Committer:
             if alive[span.work] and step.good_ends[span.work] < step.ends[span.work]:
                 self.admission.truncate(span.sequence, int(step.good_ends[span.work]))
         return step.good_ends
-
-    def _start_siblings(self, step: Step, computed: Array) -> list[tuple[int, int]]:
-        """Start the siblings of prompts that are ``computed`` [n], those without a place wait; of
-        each that starts its row, and where its token is."""
-        places = {one: place for place, (_, one) in enumerate(step.siblings, step.num_tokens)}
-        started = []
-        for row in step.rows[computed & self.table.draft_free[step.rows]].tolist():
-            leader = self.table.sequences[row]
-            while leader.siblings:
-                sibling = leader.siblings.pop(0)
-                if sibling not in places or not self.admission.can_fork(leader):
-                    self.admission.add(sibling)
-                    continue
-                if (copy := self.admission.fork(leader, sibling)) is not None:
-                    self.runner.cache.copy_page(*copy)
-                started.append((sibling.row, places[sibling]))
-            leader.forbid_drafts(leader.draft_free)
-        return started
 
     def _commit_verified(self, step: Step, works: Array, decisions: Array) -> None:
         """Of each of ``works``, all of which verify drafts, what ``accept_truncate`` decided; those
@@ -186,7 +162,6 @@ class Committer:
                 result = step.special.get(int(places[n]), SpecialResult())
                 sequence = self.table.sequences[rows[n]]
                 self.fail(sequence, result.error or NOT_FINITE, result.cause)
-            # A sequence that failed has taken those with it that wait for its prompt.
             rows, places, tokens = (x[~broken] for x in (rows, places, tokens))
         stopped = self.table.stops_at(rows, tokens)
         stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
@@ -204,9 +179,7 @@ class Committer:
             self.admission.preempt(sequence)
             return
         self.table.mark_final(np.array([sequence.row]))
-        kept = max(sequence.computed, sequence.frozen)
-        self.admission.truncate(sequence, kept)
-        self.runner.cache.zero_tail(sequence.pages, kept)
+        self.admission.truncate(sequence, max(sequence.computed, sequence.frozen))
 
     def _append(
         self, step: Step, rows: Array, counts: Array, places: Array, stopped: Array
@@ -343,10 +316,7 @@ class Committer:
         return any(bool(torch.as_tensor(answer).all()) for answer in answers)
 
     def fail(self, sequence: Sequence, error: str, cause: Exception | None = None) -> None:
-        """End a sequence, and those that wait for its prompt, with an error."""
-        for sibling in sequence.siblings:
-            self.fail(sibling, error, cause)
-        sequence.siblings = []
+        """End a sequence with an error."""
         sequence.error, sequence.cause = error, cause
         self.admission.prefix.discard(sequence)  # no other request starts from it
         self.end(sequence, "abort")

@@ -150,7 +150,7 @@ class RequestTracker:
             request.thread = get_ident()
             self.requests[request.request_id] = request
             self.driver.news += 1
-            for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
+            for sequence in request.sequences:
                 self._core.admission.add(sequence)
 
     def submit(self, requests: list[Request]) -> None:
@@ -238,8 +238,11 @@ class RequestTracker:
         there was one. Raises exits and interrupts of the caller's own code."""
         core = self._core
         try:
-            if not self._run_pass():
+            written = len(self._contract.written)
+            core.propose()
+            if (step := core.begin()) is None:
                 return False
+            core.finish(step, self._is_sound(step, written))
         except BaseException:  # all running sequences are computed again
             core.admission.preempt_all()
             raise
@@ -250,13 +253,6 @@ class RequestTracker:
         if asked and not self._contract.prove_repaid(core.scheduler.accepted(), meanwhile):
             self._ensure()
         return True
-
-    def _run_pass(self) -> bool:
-        written = len(self._contract.written)
-        self._core.propose()
-        if (step := self._core.begin()) is not None:
-            self._core.finish(step, self._is_sound(step, written))
-        return step is not None
 
     def _is_sound(self, step: Step, written: int) -> bool:
         """Whether what a pass found may be committed, or its error blamed; where something that
@@ -304,7 +300,8 @@ class RequestTracker:
 
     def _finish(self) -> None:
         """After a pass: forget the requests that it finished, and do what was posted."""
-        ended = self._core.committer.take_ended()
+        committer = self._core.committer
+        ended, committer.ended = committer.ended, []
         sound = self._look_at_digests([sequence.request for sequence in ended])
         for sequence in ended:
             if sequence.deterministic and not sound:

@@ -126,7 +126,7 @@ class EventStream(Iterator[StreamEvent]):
             request, count = sequence.request, sequence.length - told.tokens
             token_ids = sequence.ids(told.tokens, sequence.length)
             tops = sequence.top_logprobs if sequence.params.top_logprobs else None
-            none_told = told.tokens == request.num_prompt
+            stats, none_told = sequence.stats, told.tokens == request.num_prompt
             first = none_told and (count > 0 or sequence.finished)
             event = StreamEvent(
                 request_id=request.request_id,
@@ -142,11 +142,10 @@ class EventStream(Iterator[StreamEvent]):
                 fingerprint=request.fingerprint and request.fingerprint.digest,
                 prompt_logprobs=(request.prompt_logprobs or None) if first else None,
                 num_prompt_tokens=request.num_prompt,
-                cached_prompt_tokens=sequence.known_stats.cached_prompt_tokens,
-                queue_seconds=sequence.known_stats.queue_seconds,
+                cached_prompt_tokens=stats.cached_prompt_tokens,
+                queue_seconds=stats.queue_seconds,
             )
             if sequence.finished:
-                stats = sequence.known_stats
                 event.accepted, event.rolled_back = stats.accepted, stats.rolled_back
             told.tokens += count
             if sequence.index == 0:

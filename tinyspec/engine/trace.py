@@ -22,8 +22,7 @@ from tinyspec.scheduler.step import Step
 # Passes that are kept where the setting names no number.
 PASSES_KEPT = 10_000
 PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED = "prompt", "canonical", "plain", "draft", "verify"
-# Completions that get a token without rows, from another one's prompt or when all have theirs, or
-# that end without any.
+# Completions that get a token without rows, when all have theirs, or that end without any.
 NO_ROWS = "no rows"
 # Tokens of a prompt that are kept of each pass.
 READ_KEPT = 16
@@ -119,10 +118,6 @@ class Trace:
     def after(self, step: Step, before: list[Before], ended: list[Sequence]) -> None:
         """``step`` is committed, or has failed; ``ended`` sequences have finished."""
         works = {each[1]: self._work(step, each) for each in before}
-        for _, sibling in step.siblings:
-            if sibling.num_generated:
-                work = works[sibling] = TracedWork.of(sibling)
-                work.tokens = sibling.ids(sibling.request.num_prompt, sibling.length)
         for sequence in ended:
             works.setdefault(sequence, TracedWork.of(sequence)).end = sequence.finish_reason
         step.record.works = list(works.values())

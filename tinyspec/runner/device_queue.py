@@ -7,14 +7,12 @@ was handed over. On a CPU it is done at once. Knows tensors, not what they mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinyspec.scheduler.sequence_table import Array
-
-R = TypeVar("R")
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
@@ -36,19 +34,18 @@ def overwrite(target: Tensor, values: Array) -> None:
     target.copy_(tensor, non_blocking=True)
 
 
-class Pending(Generic[R]):
+class Pending:
     """Results of ``work``, which is handed over when this is made; it may ask for those of what was
     handed over before. ``results.tensors()``, some None, are on their way to the host. What it
     raised is raised where they are asked for."""
 
-    def __init__(self, work: Callable[[], R]):
+    def __init__(self, work: Callable[[], Any]):
         self.failed = False  # whether it is known to have raised
         self._error: Exception | None = None
         self._arrived: torch.cuda.Event | None = None
         try:
-            found: Any = work()
-            self._results: R = found
-            tensors: list[Tensor | None] = found.tensors()
+            self._results = work()
+            tensors: list[Tensor | None] = self._results.tensors()
             self._host = [None if tensor is None else _to_host(tensor) for tensor in tensors]
             device = next((tensor.device for tensor in tensors if tensor is not None), None)
             if device is not None and device.type == "cuda":
@@ -58,7 +55,7 @@ class Pending(Generic[R]):
             self._error, self.failed = error, True
 
     @property
-    def results(self) -> R:
+    def results(self) -> Any:
         """On the device, for work that comes after it."""
         if self.failed:
             raise self._error or RuntimeError("the work has raised, and its error was fetched")

@@ -58,7 +58,6 @@ def run_passes(
     counts = [-(-len(sequence) // size) for sequence in sequences]
     tables = [list(range(end - n, end)) for n, end in zip(counts, accumulate(counts), strict=True)]
     cache = runner.pages(sum(counts), states=(len(sequences), RING))
-    cache.zero(list(range(sum(counts))))
     found, output, tape = [], None, Tape([])
     with ExitStack() as stack:
         stack.enter_context(runner.on_pages(cache))

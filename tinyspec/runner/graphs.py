@@ -160,18 +160,14 @@ class PassGraphs:
             kind = "canonical" if canonical else "other"
             logger.info("%s passes are not captured as graphs: %s", kind, found.refusal)
 
-    def eagerly(self, forward: Forward) -> Tensor:
-        """The result of ``forward``, which no graph is to hold."""
-        self.settled = not self._on
-        return forward()
-
     def run(
-        self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
+        self, shape: Hashable, canonical: bool, addresses: tuple[int, ...] | None, forward: Forward
     ) -> Tensor:
         """The result of ``forward``, whose work follows from ``shape`` and reads and writes memory
-        at ``addresses``."""
-        self.settled = not self._on or self.refusal(canonical) is not None
-        if self.settled:
+        at ``addresses``; None: no graph is to hold it."""
+        refused = addresses is not None and self.refusal(canonical) is not None
+        self.settled = not self._on or refused
+        if self.settled or addresses is None:
             return forward()
         captured = self._captured.get(shape)
         if captured is not None and captured.addresses != addresses:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,17 +23,24 @@ from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.kernels.twins.layers import CODES
 from tinyspec.model.served_model import ServedModel
-from tinyspec.runner.device_queue import to_device
 
 # Shares of the free memory: a CPU's is shared with every other process.
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
 # Statistics of torch's allocator: all of its memory, and what of that no other segment can be.
 SEGMENTS = ("reserved", "allocated", "inactive_split")
+# By the kinds of a control group, as version 2 and 1 list them: names of its limit, of what is used
+# and of what of that is files.
+GROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # From malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
 # the top of the heap is twice that, too.
 MMAP_BYTES = 32 << 20
+# At which torch's own memory on a CPU begins.
+ALIGNED = 64
 
 
 def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
@@ -40,17 +48,24 @@ def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
     return own if kv_dtype == "auto" else CODES
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As ``torch.zeros``; on a CPU memory is taken when it is first used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNED, np.uint8)
+    begin = -memory.ctypes.data % ALIGNED
+    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(*shape)
+
+
 class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says; of
     each short convolution rows [num_pages, page_size, 1, channels] in the model's dtype. Of each
-    recurrent layer ``states``, of so many sequences with rings of so many places.
+    recurrent layer ``states``, of so many sequences with rings of so many places. All begin as
+    zeros: the Triton kernels need finite values, and the twins take longer without.
 
-    For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
-    their attention takes longer where they are not finite. zeroed: all begin as zeros, which the
-    Triton kernels need, and take their memory at once. written: pages up to the last that was.
-    hidden: last hidden states [num_pages, page_size, 1, width], if they are kept.
-    beside: of a second model, on pages of the same numbers: what is zeroed and copied here is
-    there, too.
+    hidden: last hidden states [num_pages, page_size, 1, width], if they are kept. beside: of a
+    second model, on pages of the same numbers: what is copied here is there, too.
     """
 
     beside: KVCache | None = None
@@ -61,10 +76,9 @@ class KVCache:
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
-        zeroed: bool = False,
         states: tuple[int, int] = (0, 0),
     ):
-        new = partial(torch.zeros if zeroed else torch.empty, device=served.model.device)
+        new = partial(zeros, device=served.model.device)
 
         def pool(heads: int, width: int, dtype: torch.dtype) -> Tensor:
             return new((num_pages, page_size, heads, width), dtype=dtype)
@@ -76,17 +90,6 @@ class KVCache:
         kept = () if self.hidden is None else (self.hidden,)
         self.pools = (*self.k, *self.v, *self.rows, *kept)
         self.states = [layer.states(*states, new) for layer in served.recurrent]
-        self.kind, self._device = self.kind_of(served, dtype), served.model.device
-        self.page_size = page_size
-        self.written = 0
-        # The probes read the first page without owning it.
-        self.zero([0])
-
-    @staticmethod
-    def kind_of(served: ServedModel, dtype: torch.dtype) -> tuple[object, ...]:
-        """Equal for models that the same pages fit."""
-        kept = served.channels, served.hidden
-        return served.layers, *kept, served.recurrent, served.dtype, dtype
 
     @staticmethod
     def page_bytes(served: ServedModel, page_size: int, dtype: torch.dtype) -> int:
@@ -112,18 +115,6 @@ class KVCache:
         states = (part for layer in self.states for part in layer)
         return tuple(pool.data_ptr() for pool in (*self.pools, *states))
 
-    @property
-    def _all_pools(self) -> tuple[Tensor, ...]:
-        return self.pools if self.beside is None else (*self.pools, *self.beside.pools)
-
-    def zero(self, pages: list[int]) -> None:
-        """Zero whole pages."""
-        if pages:
-            self.written = max(self.written, max(pages) + 1)
-            index = to_device(np.array(pages, np.int64), self._device)
-            for pool in self._all_pools:
-                pool.index_fill_(0, index, 0)
-
     def copy_states(self, copies: list[tuple[int, int]]) -> None:
         """Copy states, (from, to) one after the other, in every layer."""
         for source, target in copies:
@@ -131,18 +122,13 @@ class KVCache:
                 for part in layer:
                     part[target].copy_(part[source])
 
-    def zero_tail(self, pages: list[int], tokens: int) -> None:
-        """Zero the last of a sequence's pages after its first ``tokens`` tokens."""
-        assert len(pages) == -(-tokens // self.page_size), (pages, tokens)
-        offset = tokens % self.page_size
-        if offset:
-            for pool in self._all_pools:
-                pool[pages[-1], offset:].zero_()
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one page in every layer."""
-        for pool in self._all_pools:
-            pool[target].copy_(pool[source])
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) one after the other, in every layer; none is left to be copied."""
+        beside = () if self.beside is None else self.beside.pools
+        for source, target in copies:
+            for pool in (*self.pools, *beside):
+                pool[target].copy_(pool[source])
+        copies.clear()
 
 
 def free_memory(device: torch.device) -> int:
@@ -212,37 +198,24 @@ def most_pages(
 
 
 def group_memory(root: Path = Path("/")) -> list[int]:
-    """Bytes that each control group of the process with a limit leaves it; files that can be read
-    again count as free. root: of the file system."""
-    found = []
-    for folder, most, used, files in _groups(root):
-        try:
-            limit, taken = (int((folder / name).read_text()) for name in (most, used))
-            lines = (folder / "memory.stat").read_text().splitlines()
-            counts = dict(line.split() for line in lines)
-        except (OSError, ValueError):  # none, or "max"
-            continue
-        found.append(max(0, limit - taken + int(counts.get(files, 0))))
-    return found
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Folders of the memory groups of the process and of those around them, as version 2 and 1 have
-    them; and names there: of the limit, of what is used, and of what of that is files."""
+    """Bytes that each control group of the process with a limit leaves it, of the groups around it
+    too; files that can be read again count as free. root: of the file system."""
+    found: list[int] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return
+        return found
     for line in lines:
         _, kinds, path = line.split(":", 2)
         own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):
-            if kinds == "":
-                folder = root / "sys/fs/cgroup" / group
-                yield folder, "memory.max", "memory.current", "inactive_file"
-            elif kinds == "memory":
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                yield root / "sys/fs/cgroup/memory" / group, *names
+        for group in (own, *own.parents) if kinds in GROUPS else ():
+            folder, (most, used, files) = root / "sys/fs/cgroup" / kinds / group, GROUPS[kinds]
+            with suppress(OSError, ValueError):  # no limit, or "max"
+                limit, taken = (int((folder / name).read_text()) for name in (most, used))
+                stat = (folder / "memory.stat").read_text().splitlines()
+                counts = dict(line.split() for line in stat)
+                found.append(max(0, limit - taken + int(counts.get(files, 0))))
+    return found
 
 
 def refuse_shortage(needed: int, device: torch.device) -> None:

@@ -71,11 +71,11 @@ class ModelRunner:
         self.serve(served)
 
     def serve(self, served: ServedModel) -> None:
-        """Run this model from now on, on pages of its own where it has others; no pass may be
-        running."""
-        model, before = served.model, self._cache
+        """Run this model from now on, on new pages; no pass may be running."""
+        model, self._cache = served.model, None
         self._hold(None)  # the model of before is collected late
         self.graphs.clear()
+        self.memory.kept.clear()
         self.served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
         self._always = accepted(model, use_cache=False, return_dict=True)
@@ -85,11 +85,6 @@ class ModelRunner:
         self.dtype = served.dtype
         self.memory.ring = self._states[1] if served.recurrent else 0
         self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
-        if before is not None:
-            if before.kind != KVCache.kind_of(served, self.kv_dtype):
-                self.release()
-            else:
-                self._hold(before)
 
     def _hold(self, cache: KVCache | None) -> None:
         """Let passes read and write these pages."""
@@ -122,9 +117,8 @@ class ModelRunner:
     ) -> KVCache:
         """New pages and states, of another ``dtype`` or number than the engine's where one is
         given."""
-        dtype, zeroed = dtype or self.kv_dtype, self.kernels.backend == "triton"
         counts = self._states if states is None else states
-        return KVCache(self.served, num_pages, self.page_size, dtype, zeroed, counts)
+        return KVCache(self.served, num_pages, self.page_size, dtype or self.kv_dtype, counts)
 
     def drop_graphs(self, canonical: bool = False) -> None:
         """To call where what graphs hold may have changed, of ``canonical`` passes alone or of all,
@@ -143,10 +137,10 @@ class ModelRunner:
 
     @property
     def pages_taken(self) -> int:
-        """How many pages' memory the KV pool has taken; a CPU's is taken when it is written."""
+        """How many pages' memory the KV pool has taken; a CPU's is taken when it is first used."""
         if self._cache is None:
             return 0
-        return self._cache.written if self.device.type == "cpu" else self._pool.num_pages
+        return self._pool.most_used if self.device.type == "cpu" else self._pool.num_pages
 
     def release(self) -> None:
         """Free the pool's memory; no pass may be running."""
@@ -177,8 +171,6 @@ class ModelRunner:
         marks, written = self.served.marks(), len(self.served.written)
         shape, cache = step.shape, self.cache
         assert self._context.k is cache.k, "passes of probes know no fixed addresses"
-        if self.kernels.backend == "torch":
-            cache.zero(step.fresh)
         self.memory.send(step, before)
 
         def forward() -> Tensor:
@@ -186,11 +178,9 @@ class ModelRunner:
             self.use_prepacked()
             return self.forward(batch, keep, shape.canonical, hooks)
 
-        if step.embeds or hooks is not None or self.kernels.backend == "torch":
-            logits = self.graphs.eagerly(forward)
-        else:
-            addresses = (*self.memory.addresses, *cache.addresses)
-            logits = self.graphs.run(shape, shape.canonical, addresses, forward)
+        fixed = self.kernels.backend == "triton" and hooks is None and not step.embeds
+        addresses = (*self.memory.addresses, *cache.addresses) if fixed else None
+        logits = self.graphs.run(shape, shape.canonical, addresses, forward)
         self.served.keep_apart(marks)
         if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()

@@ -27,19 +27,14 @@ def pack(step: Step, before: Step | None, admission: Admission, runner: ModelRun
     """
     table, rows = step.table, step.rows
     step.begin_record(len(admission.waiting), admission.pool.num_held)
-    yielding = step.yields > 0
-    step.verifies = yielding & (table.num_drafts[rows] > 0) & (step.kinds != DRAFT)
-    leading = np.flatnonzero(yielding & table.draft_free[rows]).tolist()
-    if leading:
-        step.leads = True
-        step.siblings = [(n, one) for n in leading for one in table.sequences[rows[n]].siblings]
-        del step.siblings[max(admission.free_places, 0) :]
+    step.verifies = (step.yields > 0) & (table.num_drafts[rows] > 0) & (step.kinds != DRAFT)
     if (checkpoints := admission.checkpoints).on:
         admission.prefix.keep_states(step)
         checkpoints.move(step)
     try:
+        if admission.copies:
+            runner.cache.copy_pages(admission.copies)
         step.before, step.samples = before, samples(step)
-        step.fresh = admission.pool.take_fresh()
         _draw_up(step, before, runner)
     except Exception as error:
         step.error = error
@@ -71,17 +66,8 @@ def samples(step: Step) -> SampleBatch:
     if not step.single:
         row, logits_row = row.repeat(step.yields), np.arange(step.num_tokens)
         position = spread(position - step.yields + 1, step.yields)
-    if step.siblings:
-        leaders = [n for n, _ in step.siblings]
-        more = (step.rows[leaders], step.ends[leaders], step.firsts[leaders])
-        given = zip((row, position, logits_row), more, strict=True)
-        row, position, logits_row = map(np.concatenate, given)
     numbers = {name: getattr(table, name)[row] for name in NUMBERS}
     owners = {n: table.sequences[row[n]] for n in table.places("special_sampling", row)}
-    for place, (_, sibling) in enumerate(step.siblings, step.num_tokens):
-        numbers["key"][place] = sibling.sampling["key"]
-        if place in owners:
-            owners[place] = sibling
     wanted = bool(table.places("logprobs_wanted", row))
     return SampleBatch.of(numbers, logits_row, position, owners, wanted)
 

@@ -65,8 +65,7 @@ def _off(served: ServedModel, runner: ModelRunner, plain: PreTrainedModel) -> fl
     pages = list(range(1, 2 + end // runner.page_size))
     # What a cache of fewer bits rounds away is no difference of the model.
     fresh = runner.pages(len(pages) + 1, runner.dtype, STATES)
-    with runner.torch_state(), runner.on_pages(fresh) as cache:
-        cache.zero(pages)
+    with runner.torch_state(), runner.on_pages(fresh):
         found = [_logits(runner, tokens, pages, *piece)[-1] for piece in pairwise(cuts)]
     apart = (torch.stack(found[-STEPS:]) - expected).abs().max().nan_to_num(torch.inf)
     return float(apart / largest) if (largest := expected.abs().max()) else nan

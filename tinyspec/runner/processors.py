@@ -175,14 +175,16 @@ def process(
     scores.exclude({n: special[n].params.stop_ids for n in early})
     places = [n for n in places if special[n].params.changes_logits]
     for n in places:
-        row, own = special[n], scores.row(n)[0]
-        _add(own, row.params.logit_bias or {})
-        if row.params.repetition_penalty != 1.0:
-            seen = _integers(sorted(set(row.history)), own.device)
-            own.copy_(penalise_repetition(own, seen, row.params.repetition_penalty))
+        row, params, own = special[n], special[n].params, scores.row(n)[0]
+        _add(own, params.logit_bias or {})
+        if params.repetition_penalty != 1.0:
+            # CTRL's: positive logits are divided by it, negative ones multiplied (Keskar et al.)
+            seen, penalty = _integers(sorted({*row.history}), own.device), params.repetition_penalty
+            known = own[seen]
+            own.index_copy_(0, seen, torch.where(known < 0, known * penalty, known / penalty))
         _add(own, row.penalties)
         _add(own, bad := row.bad_words)
-        if only := row.params.allowed_token_ids:
+        if only := params.allowed_token_ids:
             kept = _integers(list(only), own.device)  # type: ignore[arg-type]
             own.copy_(torch.full_like(own, -torch.inf).index_copy_(0, kept, own[kept]))
         if row.grammar is not None:
@@ -194,7 +196,7 @@ def process(
                 own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
         if (bad or only) and bool((own == -torch.inf).all()):
             errors[n] = NONE_LEFT, ValueError(NONE_LEFT)
-        left[n] = iter(row.params.functions["logits_processors"])
+        left[n] = iter(params.functions["logits_processors"])
     while places:
         found = [_row_by_row(scores, special[n], n, left[n], errors) for n in places]
         wide = found[0]
@@ -295,11 +297,3 @@ def keep_min_p(logits: Tensor, p: Tensor, softmax: Softmax) -> Tensor:
     """Exclude tokens less likely than ``p[n]`` times the likeliest of the row; softmax as above."""
     shares = softmax(logits)
     return logits.masked_fill(shares < p[:, None] * shares.amax(-1, keepdim=True), -torch.inf)
-
-
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """CTRL's penalty on one row [V]: tokens ``seen`` have positive logits divided by ``penalty``,
-    negative ones multiplied (Keskar et al., 2019)."""
-    scores = logits[seen]
-    changed = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return logits.index_copy(0, seen, changed)

@@ -1,11 +1,15 @@
 """Which sequences wait and run, and on which pages: admission, sharing, preemption. Host only.
 
+What one sequence computes others start from, where it is their prompt or begins as theirs does:
+they wait until it is there.
+
 Knows nothing of passes; the scheduler asks for the pages that rows need.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from itertools import islice
 
 import numpy as np
 
@@ -15,8 +19,11 @@ from tinyspec.scheduler.checkpoints import Checkpoints
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.prefix_cache import PrefixCache
-from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
+
+# Digests of first pages, and whether the sequence is deterministic.
+Begun = set[tuple[bytes | None, bool]]
 
 
 def starting_order(sequence: Sequence) -> tuple[float, int, int]:
@@ -45,8 +52,10 @@ class Admission:
         self.prefix = PrefixCache(pool, self.checkpoints, config.prefix_cache)
         self.stats = EngineStats()
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
-        self.suspects: list[tuple[Sequence, int]] = []
+        self.suspects: dict[Sequence, int] = {}
         self.row_limit: int | None = None
+        # Of pages, (from, to): to be made on the device, in order, before anything else runs there.
+        self.copies: list[tuple[int, int]] = []
 
     @property
     def running(self) -> list[Sequence]:
@@ -68,96 +77,113 @@ class Admission:
         self.pool.free(sequence.pages)
         sequence.leave()
 
-    @property
-    def free_places(self) -> int:
-        """How many more sequences may run now."""
-        return 0 if self.suspects else self._max_sequences - len(self.table)
+    def admit(self) -> None:
+        """Start waiting sequences while pages are likely to last for one token of each."""
+        self._drop_cleared_suspects()
+        if self.suspects:
+            if (suspect := next(iter(self.suspects))) in self.waiting:
+                self._start(suspect)
+        elif candidates := self._candidates():
+            begun, waiting = self._begun(), set[Request]()
+            for sequence in candidates:
+                if sequence.request in waiting or self._follows(sequence, begun):
+                    waiting.add(sequence.request)
+                    continue
+                if not self._fits(sequence):
+                    break
+                self._start(sequence)
+                if not sequence.indexed:
+                    begun.add((self.prefix.first(sequence), sequence.deterministic))
 
-    def can_fork(self, leader: Sequence) -> bool:
-        """Whether a sibling can run now, and there is a page for its copy of the last one."""
-        return self.free_places > 0 and self.pool.can_fork(leader.computed)
+    def _candidates(self) -> list[Sequence]:
+        """The next sequences to start, as many as there are places for, those that follow others
+        included; none that waits for a token from outside."""
+        waiting = (each for each in self.waiting if each.next_logits is None)
+        return list(islice(waiting, self._max_sequences - len(self.table)))
 
-    def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
-        """Start ``sibling`` on the prompt that ``leader`` has computed.
+    def _begun(self) -> Begun:
+        """Of the running sequences whose first page is to come: with a pass, not with a token from
+        outside."""
+        table, rows = self.table, self.table.rows
+        short = (table.indexed[rows] == 0) & (table.length[rows] >= self.pool.page_size)
+        running = [table.sequences[row] for row in rows[short].tolist()]
+        coming = (each for each in running if each.next_logits is None)
+        return {(self.prefix.first(each), each.deterministic) for each in coming}
 
-        Returns (from, to) of the page that must be copied, if there is one.
-        """
-        sibling.enter(self.table, self._window)
-        pages, copy = self.pool.fork(leader.pages, leader.computed)
-        sibling.set_pages(pages)
-        sibling.computed, sibling.canonical = leader.computed, leader.canonical
-        self.table.seen[sibling.row] = self.table.seen[leader.row]
-        self.checkpoints.fork(leader.row, sibling.row)
-        self._count_cached(sibling)
-        return copy
+    def _follows(self, sequence: Sequence, begun: Begun) -> bool:
+        """Whether a running sequence is about to compute what a waiting one can start from: their
+        prompt, or the first page of it."""
+        if self._source(sequence) is not None:
+            return False
+        request, least = sequence.request, sequence.request.num_prompt - 1
+        if any(each.running and each.computed < least for each in request.sequences):
+            return True
+        # A deterministic sequence cannot start from a plain one's pages.
+        kinds = {True, sequence.deterministic}
+        first = self.prefix.first(sequence) if begun and not sequence.recompute else None
+        return first is not None and any((first, kind) in begun for kind in kinds)
 
-    def adopt(self, sequence: Sequence, pages: list[int], canonical: int) -> None:
-        """Start from shared pages, of which the first ``canonical`` are. The last token runs all
-        the same, for its logits."""
-        if not pages:
-            return
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether pages are likely to last if a sequence starts. Later another completion of a
+        prompt may have to compute it again, so that once it starts where pages are scarce, too."""
+        pages = self._shared(sequence)[0]
+        need = self.pool.pages_for(sequence.length + 1) - len(pages)
+        once = self._source(sequence) is not None and not sequence.stats.preemptions
+        others = 0 if once else len(self.table)
+        free = self.pool.num_free - len(self.pool.idle.keys() & pages)
+        return free >= need + others or not len(self.table)
+
+    def _source(self, sequence: Sequence) -> Sequence | None:
+        """Another completion, which runs, has computed all but the last token of their prompt, and
+        can be started from."""
+        tokens = sequence.request.num_prompt - 1
+        others = () if sequence.num_generated else sequence.request.sequences
+        done = (each for each in others if each.running and each.computed >= tokens)
+        return next((each for each in done if self.checkpoints.reaches(each.row, tokens)), None)
+
+    def _shared(self, sequence: Sequence) -> tuple[list[int], int]:
+        """The full pages that a waiting sequence starts from, its ``_source``'s or those of the
+        prefix cache, and how many positions, from the first, are canonical."""
+        size, tokens = self.pool.page_size, sequence.request.num_prompt - 1
+        if (source := self._source(sequence)) is not None:
+            return source.pages[: tokens // size], source.canonical
+        pages, canonical = self.prefix.match(sequence)
+        return pages, canonical * size
+
+    def _start(self, sequence: Sequence) -> None:
+        """Let a waiting sequence run, from what it shares. The last token runs all the same, for
+        its logits."""
+        table, source = self.table, self._source(sequence)
+        pages, canonical = self._shared(sequence)
+        self.waiting.remove(sequence)
+        sequence.enter(table, self._window)
         self.pool.adopt(pages)
+        sequence.indexed, known = len(pages), len(pages) * self.pool.page_size
+        sequence.frozen = known
+        if source is None:
+            self.prefix.begin(sequence, len(pages))
+        else:
+            if known < (tokens := sequence.request.num_prompt - 1):
+                self.pool.grow(pages, tokens, sequence.most_tokens)
+                self.copies.append((source.pages[len(pages) - 1], pages[-1]))
+            known, table.seen[sequence.row] = tokens, min(table.seen[source.row], tokens)
+            self.checkpoints.fork(source.row, sequence.row)
         sequence.set_pages(pages)
-        sequence.indexed = len(pages)
-        sequence.frozen = len(pages) * self.pool.page_size
-        sequence.computed = min(sequence.frozen, sequence.length - 1)
-        sequence.canonical = min(canonical * self.pool.page_size, sequence.computed)
-        self.prefix.begin(sequence, len(pages))
-        self._count_cached(sequence)
-
-    def _count_cached(self, sequence: Sequence) -> None:
+        sequence.computed = min(known, sequence.length - 1)
+        sequence.canonical = min(canonical, sequence.computed)
         if sequence.stats.preemptions == 0:
             cached = min(sequence.computed, sequence.request.num_prompt)
             sequence.stats.cached_prompt_tokens = cached
             self.stats.cached_prompt_tokens += cached
 
-    def eligible(self) -> Array:
-        """Rows of the table that may be in a pass, in the order in which they would start: all of
-        them, or after a failed pass one alone."""
-        if self.suspects:
-            return np.array([self.suspects[0][0].row])
-        table, rows = self.table, self.table.rows
-        # Ahead of results there are sequences that have all their tokens and are still here.
-        return rows[table.length[rows] < table.most[rows]] if table.is_ahead else rows
-
-    def admit(self) -> None:
-        """Start waiting sequences while pages are likely to last for one token of each."""
-        self._drop_cleared_suspects()
-        if self.suspects:
-            suspect = self.suspects[0][0]
-            if suspect in self.waiting:
-                self.waiting.remove(suspect)
-                suspect.enter(self.table, self._window)
-            return
-        while (found := self._next()) is not None:
-            sequence, pages, canonical = found
-            self.waiting.remove(sequence)
-            sequence.enter(self.table, self._window)
-            self.adopt(sequence, pages, canonical)
-
-    def _first_waiting(self) -> Sequence | None:
-        """The next sequence to start: none that waits for a token from outside."""
-        return next((s for s in self.waiting if s.next_logits is None), None)
-
-    def _next(self) -> tuple[Sequence, list[int], int] | None:
-        """The sequence to start next, the pages that it starts from, and how many of them are
-        canonical; None if none can start."""
-        if self.free_places <= 0 or (sequence := self._first_waiting()) is None:
-            return None
-        pages, canonical = self.prefix.match(sequence)
-        need = self.pool.pages_for(sequence.length + 1) - len(pages)
-        free = self.pool.num_free - len(self.pool.idle.keys() & pages)
-        if len(self.table) and free < need + len(self.table):
-            return None
-        return sequence, pages, canonical
-
     @property
     def settled(self) -> bool:
-        """Whether the running sequences are all that the next pass can be for, and none could start
-        from pages that fill up before it: it would be the same one pass earlier."""
-        if self.suspects or self._next() is not None:
-            return False
-        return not self.prefix.on or bool(self.table.computed[self.table.rows].all())
+        """Whether the running sequences are all that the next pass can be for, and none waits for
+        pages that fill up before it: it would be the same one pass earlier."""
+        if not (candidates := self._candidates()):
+            return not self.suspects
+        follows = self._follows(candidates[0], self._begun())
+        return not (self.suspects or follows or self._fits(candidates[0]))
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
@@ -195,7 +221,7 @@ class Admission:
         that waits for a token from outside needs nothing else, so it goes first."""
         running = self.running
         held = [sequence for sequence in running if sequence.next_logits is not None]
-        if held and (len(held) < len(running) or self._first_waiting() is not None):
+        if held and (len(held) < len(running) or any(s.next_logits is None for s in self.waiting)):
             self.preempt(last_served(held))
             self.admit()
             return True
@@ -222,6 +248,7 @@ class Admission:
             sequence.next_logits = None
         self.preempt_all()
         self.prefix.clear()
+        self.copies.clear()
 
     def isolate(self, suspects: list[Sequence], row_limit: int | None = None) -> None:
         """A pass of these failed: each runs alone until it has one more token or its
@@ -230,17 +257,16 @@ class Admission:
         row_limit: most rows of a pass of the first of them.
         """
         self.preempt_all()
-        known = [sequence for sequence, _ in self.suspects]
-        self.suspects += [(s, s.length) for s in suspects if s not in known]
+        for sequence in suspects:
+            self.suspects.setdefault(sequence, sequence.length)
         self.row_limit = row_limit
 
     def _drop_cleared_suspects(self) -> None:
-        while self.suspects:
-            sequence, tokens = self.suspects[0]
+        for sequence, tokens in list(self.suspects.items()):
             waits = sequence.next_logits is not None  # it has run, and gets no token before others
             if not (sequence.finished or waits) and sequence.length == tokens:
                 return
-            del self.suspects[0]
+            del self.suspects[sequence]
             self.row_limit = None
             if sequence.running:
                 self.preempt(sequence)  # the next has the pool to itself

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tinyspec.config import MOST_TAPS, STATE_TILE
-from tinyspec.scheduler.passes import DRAFT
+from tinyspec.scheduler.passes import DRAFT, PROMPT
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 from tinyspec.scheduler.step import Step
 
@@ -43,17 +43,15 @@ class Checkpoints:
         self.kept: dict[Key, int] = {}
         self._copies: list[tuple[int, int]] = []
 
-    def fork(self, leader: int, sibling: int) -> None:
-        """Let row ``sibling`` go on from the state of row ``leader``."""
-        if self.on:
-            self._copies.append((leader, sibling))
-            self.table.state_at[sibling] = self.table.state_at[leader]
+    def reaches(self, row: int, tokens: int) -> bool:
+        """Whether what comes after so many tokens can run from the state of a row."""
+        return not self.on or bool(self.table.state_at[row] <= tokens)
 
-    def find(self, digest: bytes, deterministic: bool) -> Key | None:
-        """The key of a state that is kept after these tokens; for a deterministic request a
-        canonical one."""
-        keys: list[Key] = [(digest, True)] if deterministic else [(digest, True), (digest, False)]
-        return next((key for key in keys if key in self.kept), None)
+    def fork(self, source: int, row: int) -> None:
+        """Let a row go on from the state of row ``source``."""
+        if self.on:
+            self._copies.append((source, row))
+            self.table.state_at[row] = self.table.state_at[source]
 
     def begin(self, row: int, key: Key, tokens: int) -> None:
         """Let a row begin with a state that is kept, after so many tokens."""
@@ -89,14 +87,6 @@ class Checkpoints:
         ends = np.minimum(starts + counts, lengths - 1) // self.step * self.step
         return np.where(ends > starts, ends - starts, counts)
 
-    def worth_keeping(self, step: Step) -> list[tuple[int, int]]:
-        """Rows with a state to be kept, and after how many tokens it is; each once."""
-        at = self.table.state_at[step.rows]
-        found = (at > self.table.state_kept[step.rows]) & (at % self.step == 0)
-        rows = step.rows[found]
-        self.table.state_kept[rows] = at[found]
-        return list(zip(rows.tolist(), at[found].tolist(), strict=True))
-
     def move(self, step: Step) -> None:
         """Fill in ``moves`` [3, n] of the works of a pass: whose state, after how many tokens it
         is, and up to where the pass moves it: over tokens that are committed, or that must be for
@@ -104,7 +94,9 @@ class Checkpoints:
         be copied before it, rings included."""
         table, rows = self.table, step.rows
         at = table.state_at[rows]
-        final = np.where(table.given[rows], step.ends, np.minimum(step.ends, table.length[rows]))
+        # Another completion of a prompt runs its last token again.
+        lengths = table.length[rows] - (step.kinds == PROMPT)
+        final = np.where(table.given[rows], step.ends, np.minimum(step.ends, lengths))
         to: Any = np.maximum(final // STATE_TILE * STATE_TILE, at)
         to = np.where(step.kinds == DRAFT, at, to)
         table.state_at[rows] = to

@@ -61,15 +61,11 @@ class PassCosts:
         return bool(self._last or self._bounds)
 
     def seconds(self, rows: int, apart: bool) -> float:
-        """What a pass costs."""
-        key = rows, apart
-        if key not in self._told:
-            self._told[key] = self._estimate(rows, apart)
-        return self._told[key]
-
-    def _estimate(self, rows: int, apart: bool) -> float:
-        """Between row counts that ran, in proportion; beyond them half of the nearest one's grow
-        with the rows. No more than passes took that were not settled, if none was."""
+        """What a pass costs: between row counts that ran, in proportion; beyond them half of the
+        nearest one's grow with the rows. No more than passes took that were not settled, if none
+        was."""
+        if (key := (rows, apart)) in self._told:
+            return self._told[key]
         if apart not in self._fitted:
             self._fitted[apart] = self._fit(apart)
         sizes, costs = self._fitted[apart]
@@ -82,8 +78,10 @@ class PassCosts:
         else:
             nearest = min(place, len(sizes) - 1)
             found = costs[nearest] * (1 - GROWS + GROWS * rows / sizes[nearest])
-        known = (rows, apart) in self._last
-        return found if known else min(found, self._bounds.get((rows, apart), inf))
+        if key not in self._last:
+            found = min(found, self._bounds.get(key, inf))
+        self._told[key] = found
+        return found
 
     def _fit(self, apart: bool) -> tuple[list[int], list[float]]:
         """Row counts in order, and their costs: medians of the last passes, where none of the kind

@@ -25,7 +25,8 @@ LONGEST_RUN = 64
 class PagePool:
     """``num_pages`` pages of ``page_size`` tokens, ``num_held`` of them owned.
 
-    seen [num_pages] bool: those whose tokens an assistant has read, all of them.
+    most_used: pages up to the last that was handed out. seen [num_pages] bool: those whose tokens
+    an assistant has read, all of them.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -43,7 +44,7 @@ class PagePool:
         """Have ``num_pages``; none may be owned or cached."""
         assert not (self.cached or self.num_held)
         self.num_pages, self._owners = num_pages, [0] * num_pages
-        self.free_pages, self._fresh = list(range(num_pages)), list[int]()
+        self.free_pages, self.most_used = list(range(num_pages)), 0
         self.seen: Array = np.zeros(num_pages, np.bool_)
 
     @property
@@ -67,8 +68,7 @@ class PagePool:
             page = self._next(pages, final - len(pages))
             assert self._owners[page] == 0
             self._own(page)
-            self._fresh.append(page)
-            self.seen[page] = False
+            self.most_used, self.seen[page] = max(self.most_used, page + 1), False
             pages.append(page)
 
     def _own(self, page: int) -> None:
@@ -106,11 +106,6 @@ class PagePool:
         del free[first : first + length]
         return run
 
-    def take_fresh(self) -> list[int]:
-        """Pages handed out since the last call, which still hold old values."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
-
     def truncate(self, pages: list[int], tokens: int) -> None:
         """Give back the pages after the first ``tokens`` tokens."""
         while len(pages) > self.pages_for(tokens):
@@ -133,30 +128,11 @@ class PagePool:
             insort(self.free_pages, page)
 
     def adopt(self, pages: list[int]) -> None:
-        """One more owner for cached pages, idle or not."""
+        """One more owner for pages that are cached, idle or not, or owned."""
         for page in pages:
-            assert page in self.cached
+            assert page in self.cached or self._owners[page]
             self.idle.pop(page, None)
             self._own(page)
-
-    def can_fork(self, tokens: int) -> bool:
-        """Whether there is a page for the copy that a fork at ``tokens`` may need."""
-        return tokens % self.page_size == 0 or self.num_free > 0
-
-    def fork(self, pages: list[int], tokens: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Pages for a second sequence with the same first ``tokens`` tokens.
-
-        Full pages are shared; the caller must copy a partial last page, the returned (from, to).
-        """
-        full = tokens // self.page_size
-        shared = pages[:full]
-        for page in shared:
-            self._own(page)
-        if tokens % self.page_size == 0:
-            return shared, None
-        self.grow(shared, tokens)
-        self._fresh.remove(shared[full])  # the copy overwrites it
-        return shared, (pages[full], shared[full])
 
     def owners(self, page: int) -> int:
         return self._owners[page]

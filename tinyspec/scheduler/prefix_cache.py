@@ -60,21 +60,27 @@ class PrefixCache:
         return pages, min(canonical, len(pages))
 
     def _state(self, sequence: Sequence, pages: int) -> Key | None:
-        """Of the state that is kept after the sequence's first pages."""
+        """Of the state that is kept after the sequence's first pages; for a deterministic one
+        canonical."""
         digest = self._digests(sequence)[pages - 1]
-        return self.checkpoints.find(digest, sequence.deterministic)
+        kinds = (True,) if sequence.deterministic else (True, False)
+        keys = ((digest, canonical) for canonical in kinds)
+        return next((key for key in keys if key in self.checkpoints.kept), None)
 
     def begin(self, sequence: Sequence, pages: int) -> None:
         """Let a sequence that runs start behind so many pages that ``match`` found."""
-        if self.checkpoints.on and (key := self._state(sequence, pages)) is not None:
+        if self.checkpoints.on and pages and (key := self._state(sequence, pages)) is not None:
             self.checkpoints.begin(sequence.row, key, pages * self.pool.page_size)
 
     def keep_states(self, step: Step) -> None:
-        """Keep states that sequences have before a pass."""
-        if not (self.on and self.checkpoints.on):
-            return
-        for row, tokens in self.checkpoints.worth_keeping(step):
-            sequence: Sequence = self.checkpoints.table.sequences[row]
+        """Keep states that sequences have before a pass, each once."""
+        table = step.table
+        at = table.state_at[step.rows]
+        found = (at > table.state_kept[step.rows]) & (at % self.checkpoints.step == 0) & self.on
+        rows, ends = step.rows[found], at[found]
+        table.state_kept[rows] = ends
+        for row, tokens in zip(rows.tolist(), ends.tolist(), strict=True):
+            sequence: Sequence = table.sequences[row]
             pages = tokens // self.pool.page_size
             if len(digests := self._digests(sequence, pages)) >= pages:
                 self.checkpoints.keep(row, (digests[pages - 1], sequence.deterministic))

@@ -44,9 +44,8 @@ class Sequence:
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
     say. stop_string: that ended it. error: why it ended early. cause: the exception behind it.
     scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
-    siblings: completions that start from this one's prompt as soon as it is computed. next_logits:
-    [V] fp32 of its next token, where that is supplied from outside: it waits for it, and needs no
-    pages meanwhile. grammar: tells which tokens may follow, where not all may.
+    next_logits: [V] fp32 of its next token, where that is supplied from outside: it waits for it,
+    and needs no pages meanwhile. grammar: tells which tokens may follow, where not all may.
     """
 
     request: Request
@@ -67,7 +66,6 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    siblings: list[Sequence] = field(default_factory=list)
     next_logits: Any = None
     grammar: Any = None
     _logprobs: list[float] = field(default_factory=list)
@@ -136,11 +134,6 @@ class Sequence:
         return self._stats
 
     @property
-    def known_stats(self) -> CompletionStats:
-        """Without a look at the table: what of its statistics does not change while it runs."""
-        return self._stats
-
-    @property
     def stop_reason(self) -> str | int | None:
         """The stop string or token that ended it; None for the model's own EOS, criteria, and
         whatever is no stop."""
@@ -180,11 +173,6 @@ class Sequence:
         return self.request.num_prompt + self.params.most_new_tokens - 1
 
     @property
-    def pending(self) -> int:
-        """Committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
-        return self.length - self.computed
-
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -222,11 +210,10 @@ class Sequence:
         self.table.set_pages(self.row, pages)
 
     def forbid_drafts(self, forbid: bool = True) -> None:
-        """Verify the next tokens without drafts, or with drafts again; none are drafted while
-        others wait for the prompt."""
+        """Verify the next tokens without drafts, or with drafts again."""
         self.draft_free = forbid
         if self.table is not None:
-            self.table.draft_free[self.row] = forbid or bool(self.siblings)
+            self.table.draft_free[self.row] = forbid
 
     @cached_property
     def sampling(self) -> dict[str, Any]:
@@ -306,10 +293,10 @@ class Request:
     prompt_logprobs: filled in as prompt rows run. recompute: use no cached page. embeds: the
     model's input in place of the prompt's tokens, [num_prompt, hidden]. num_hidden: leading prompt
     tokens that are placeholders then. keeps: of scores, logits. supplied: whether its tokens come
-    from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
-    it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
-    steps. thoughts: of the prompt, where it is thought about. tokenizer: parts of the fingerprint,
-    where its tokens depend on it. drafter: proposes tokens for it. queued: when, in seconds.
+    from outside (``Sequence.supply``). fingerprint: that it runs under, with its parts. thread:
+    whose code its processors and criteria are; 0: none that steps. thoughts: of the prompt, where
+    it is thought about. tokenizer: parts of the fingerprint, where its tokens depend on it.
+    drafter: proposes tokens for it. queued: when, in seconds.
     """
 
     request_id: str
@@ -335,7 +322,6 @@ class Request:
         assert self.params.seed is not None or self.params.temperature == 0
         for n in range(self.params.num_return_sequences):
             self.sequences.append(Sequence(self, n, [*self.prompt], self.params.of_one()))
-        self.sequences[0].siblings = self.sequences[1:]
         self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 
     def forget_prompt(self) -> None:

@@ -49,7 +49,11 @@ class Scheduler:
         self.chosen = 0
 
     def _candidates(self) -> Candidates:
-        table, rows = self.table, self.admission.eligible()
+        table, rows = self.table, self.table.rows
+        if self.admission.suspects:  # after a failed pass one alone
+            rows = np.array([next(iter(self.admission.suspects)).row])
+        elif table.is_ahead:  # there are sequences that have all their tokens and are still here
+            rows = rows[table.length[rows] < table.most[rows]]
         uncomputed = table.pending(rows)
         if np.count_nonzero(uncomputed) < len(rows):  # some wait for a token from outside
             rows, uncomputed = rows[uncomputed > 0], uncomputed[uncomputed > 0]
@@ -58,7 +62,7 @@ class Scheduler:
             waiting |= table.unthought[rows] > 0
         prompts = NONE
         if np.count_nonzero(waiting):
-            rows, prompts = rows[~waiting], self._without_followers(rows[waiting])
+            rows, prompts = rows[~waiting], rows[waiting]
         found = dict.fromkeys(DETERMINISTIC, NONE) | {"plain": rows, "plain_prompts": prompts}
         if table.any("deterministic"):
             exact, asked = table.deterministic[rows], table.deterministic[prompts]
@@ -135,10 +139,8 @@ class Scheduler:
         return self._free and bool(self.table.num_drafts[candidates["drafting"]].max() >= window)
 
     def _pending(self, prompts: Array) -> int:
-        """Tokens of prompts that wait to be computed."""
-        if not len(prompts):
-            return 0
-        return int(np.minimum(self.table.pending(prompts), self.table.runnable(prompts)).sum())
+        """Positions of prompts that wait to be computed, with those of their drafts."""
+        return int(self.table.runnable(prompts).sum()) if len(prompts) else 0
 
     def accepted(self, drafting: Array = NONE) -> float:
         """Chance that a draft of the fast path is accepted, if those before it were: what those of
@@ -192,32 +194,31 @@ class Scheduler:
         room = self.buckets.cheapest(least, wanted) - len(decoding)
         if self.admission.row_limit is not None:
             room = min(room, self.admission.row_limit - len(decoding))
-        for_prompts = min(pending, max(1, room // 2))
-        return self._rows(decoding, drafts, prompts, room, room - for_prompts)
+        return self._rows(decoding, drafts, prompts, room)
 
     def _fast(self, candidates: Candidates) -> tuple[Array, Array]:
-        """One row for every decoding or drafting sequence; of the rest up to half for drafts
-        proposed to plain sequences, and the remainder for plain prompts. As ``_canonical``."""
+        """One row for every decoding or drafting sequence, then drafts proposed to plain ones, then
+        plain prompts. As ``_canonical``."""
         limit, prompts = self.admission.row_limit, candidates["plain_prompts"]
         decoding = np.concatenate([candidates["plain"], candidates["drafting"]])
         drafts = self.table.num_drafts[decoding]
         drafts[len(candidates["plain"]) :] = 0
         most = self.buckets.largest if limit is None else limit
         if len(prompts):
-            pending = int(self.table.runnable(prompts).sum())
-            most = min(most, self.buckets.room(len(decoding) + 1, len(decoding) + pending))
-        room = most - len(decoding)
-        return self._rows(decoding, drafts, prompts, room, room // 2 if len(prompts) else room)
+            wanted = len(decoding) + self._pending(prompts)
+            most = min(most, self.buckets.room(len(decoding) + 1, wanted))
+        return self._rows(decoding, drafts, prompts, most - len(decoding))
 
     def _rows(
-        self, decoding: Array, drafts: Array, prompts: Array, room: int, for_drafts: int
+        self, decoding: Array, drafts: Array, prompts: Array, room: int
     ) -> tuple[Array, Array]:
-        """The newest token of each of ``decoding`` [n]; as many of ``drafts`` [n] behind these as
-        there is room for, ``for_drafts``; of ``prompts`` and their drafts what is left of ``room``.
-        By priority."""
+        """The newest token of each of ``decoding`` [n]; behind these as many of ``drafts`` [n] as
+        leave half of ``room`` to ``prompts``; of these and their drafts what is left. By
+        priority."""
         rows, counts = decoding, np.ones_like(decoding)
         if np.count_nonzero(drafts):
-            counts += np.clip(max(for_drafts, 0) - (np.cumsum(drafts) - drafts), 0, drafts)
+            most = max(room - min(self._pending(prompts), max(1, room // 2)), 0)
+            counts += np.clip(most - (np.cumsum(drafts) - drafts), 0, drafts)
             room -= int(counts.sum()) - len(counts)
         if len(prompts) and room > 0:
             wanted = self.table.runnable(prompts)
@@ -244,32 +245,3 @@ class Scheduler:
         if self.table.is_ahead:  # to be planned with preemption
             granted[:] = False
         return step.only(granted)
-
-    def _without_followers(self, rows: Array) -> Array:
-        """Prompts without those whose first page another of them is about to finish computing.
-
-        They wait one pass for it, and start from what it leaves in the prefix cache.
-        """
-        prefix, table = self.admission.prefix, self.table
-        for row in rows[table.computed[rows] == 0].tolist():
-            sequence = table.sequences[row]
-            if not sequence.pages:
-                self.admission.adopt(sequence, *prefix.match(sequence))
-        if len(rows) == 1 or not prefix.on:
-            return rows
-        room = self.buckets.largest
-        canonical_leaders: dict[bytes, bool] = {}
-        kept = []
-        for row in rows.tolist():
-            sequence = table.sequences[row]
-            first = prefix.first(sequence)
-            leader = canonical_leaders.get(first) if first is not None else None
-            # A deterministic sequence cannot start from a plain leader's pages.
-            usable = leader is not None and (leader or not sequence.deterministic)
-            if usable and sequence.computed == 0 and not sequence.recompute:
-                continue
-            room -= sequence.pending
-            if first is not None and room >= 0:
-                canonical_leaders.setdefault(first, sequence.deterministic)
-            kept.append(row)
-        return np.array(kept, np.int64)

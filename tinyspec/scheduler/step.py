@@ -36,17 +36,15 @@ class Step:
     whether each is one row, which yields a token, as while all sequences decode.
 
     **Packed** (``runner/packing.py``, ``runner/batch.py``). record: what is kept of it. verifies
-    [n] bool: whose drafts are compared with what is sampled. leads: whether siblings may wait for
-    a prompt that it computes. siblings: (work of the leader, sequence) of those that may start;
-    their tokens follow all others. unscored: (work, position, next token) of prompt rows whose
-    logits give a log-probability that is missing; they come first among ``num_logits`` rows.
-    before: a pass whose results were not in, until this one has run, which takes tokens where they
-    lie. error: why it could not be packed. moves, copies: of recurrent states, as of
-    ``Checkpoints``. fresh: pages newly allocated for it. embeds: (first row, [r, hidden]) of rows
-    that enter the model as embeddings. shape: a ``PassShape``. values [m] int64, page_table [n, P]
-    int32: as ``PassMemory`` lays them out. On the device: samples, a ``SampleBatch``; compared,
-    what ``decisions`` reads of drafts; targets [P]: the next tokens of unscored; thinking: rows of
-    prompts that are thought about, or None.
+    [n] bool: whose drafts are compared with what is sampled. unscored: (work, position, next token)
+    of prompt rows whose logits give a log-probability that is missing; they come first among
+    ``num_logits`` rows. before: a pass whose results were not in, until this one has run, which
+    takes tokens where they lie. error: why it could not be packed. moves, copies: of recurrent
+    states, as of ``Checkpoints``. embeds: (first row, [r, hidden]) of rows that enter the model as
+    embeddings. shape: a ``PassShape``. values [m] int64, page_table [n, P] int32: as ``PassMemory``
+    lays them out. On the device: samples, a ``SampleBatch``; compared, what ``decisions`` reads of
+    drafts; targets [P]: the next tokens of unscored; thinking: rows of prompts that are thought
+    about, or None.
 
     **Launched** (``engine/core.py``). pending: a ``Sampled``. settled: whether it was launched as
     all later ones of its shape will be. moved: a setting of torch's that another thread has set
@@ -71,14 +69,11 @@ class Step:
 
     record: PassRecord = field(init=False)
     verifies: Array = field(init=False)
-    leads: bool = False
-    siblings: list[tuple[int, Sequence]] = field(default_factory=list)
     unscored: list[tuple[int, int, int]] = field(default_factory=list)
     before: Step | None = None
     error: Exception | None = None
     moves: Array | None = None
     copies: list[tuple[int, int]] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
     embeds: list[tuple[int, Any]] = field(default_factory=list)
     shape: Any = None
     values: Array = field(init=False)
@@ -158,9 +153,9 @@ class Step:
     @property
     def predictable(self) -> bool:
         """Whether all but the ids of its tokens is known: each of its sequences gets one token or
-        one draft, none starts, and nothing is thought about."""
+        one draft, and nothing is thought about."""
         thinks = self.thinking is not None and bool(self.thinking.spans)
-        return not (np.count_nonzero(self.verifies) or self.leads or self.pending.failed or thinks)
+        return not (np.count_nonzero(self.verifies) or self.pending.failed or thinks)
 
     def begin_record(self, waiting: int, pages_held: int) -> None:
         """Of what is about to run; its number follows."""
