@@ -26,7 +26,7 @@ from tinyspec.determinism.attention_probe import (
     compare_attention,
 )
 from tinyspec.determinism.model_probe import ModelProbe
-from tinyspec.determinism.proof import FIRST_PASSES, Prober
+from tinyspec.determinism.proof import FIRST_PASSES, Prober, Subject
 from tinyspec.determinism.rows import agree, keeps_places, probe_pool
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.kernels import backend as kernels
@@ -34,7 +34,8 @@ from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention import flash_attention
-from tinyspec.model.attention import LayerShape, Reach
+from tinyspec.kernels.twins.attention_plan import CausalMask
+from tinyspec.model.attention import LayerShape
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.positions import RopeTable
 from tinyspec.model.recurrent import RecurrentLayer
@@ -59,7 +60,7 @@ EVEN_GROUPS = ((8, 2, 128), (4, 4, 64), (8, 1, 256), (16, 1, 80))
 def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, **more):
     """One kind of calls, by one round or more."""
     shape = LayerShape(*heads, dim, softcap, sinks=more.pop("sinks", False))
-    kind = AttentionKind(shape, reach or Reach())
+    kind = AttentionKind(shape, reach or CausalMask())
     runner = {"kernels": kernels, "dtype": dtype, "kv_dtype": more.pop("kv_dtype", dtype)}
     runner = SimpleNamespace(**runner, device=torch.device("cpu"))
     (found,) = compare_attention(runner, [kind], **more)
@@ -124,10 +125,10 @@ def test_many_rows(dtype, heads):
     assert found and found.checked >= 50_000
 
 
-@pytest.mark.parametrize("reach", [Reach(window=24), Reach(chunk=100)], ids=str)
+@pytest.mark.parametrize("reach", [CausalMask(window=24), CausalMask(chunk=100)], ids=str)
 def test_bounded_rows(reach):
     found = probe(torch.float32, 96, heads=(3, 1), reach=reach)
-    assert found and str(next(n for n in vars(reach).values() if n)) in found.name
+    assert found and str(next(n for n in reach._asdict().values() if n)) in found.name
 
 
 def test_one_row_of_many_is_found():
@@ -204,7 +205,7 @@ def test_far_bounds(case, no_results_on_disk, proven_on_demand):
     with Engine(tiny(), config=CONFIG) as engine:
         context = engine.served.context
         context.layers[:] = [
-            replace(layer, reach=Reach(**{name: bound})) for layer in context.layers
+            replace(layer, reach=CausalMask(**{name: bound})) for layer in context.layers
         ]
         engine.contract.ensure()
         (unbounded,) = engine.contract.results.attention
@@ -232,11 +233,11 @@ def test_near_bounds_meet_the_same_boundaries():
     splits |= {e.split for table in launch._ATTENTION_OF.values() for e in table.values()}
     assert all(attention_probe.SPLIT % split == 0 for split in splits)
     for bound in FAR:
-        near = attention_probe.nearer(Reach(window=bound)).window
-        assert attention_probe.nearer(Reach(chunk=bound)).chunk == near < LENGTH - 20
+        near = attention_probe.nearer(CausalMask(window=bound)).window
+        assert attention_probe.nearer(CausalMask(chunk=bound)).chunk == near < LENGTH - 20
         assert near >= 64 and near % 512 == bound % 512
     for bound in (1000, 4096, 4096 + 37, 131072 + 1):
-        near = attention_probe.nearer(Reach(window=bound)).window
+        near = attention_probe.nearer(CausalMask(window=bound)).window
         seen = ends(near, range(LENGTH))
         assert seen and seen <= ends(bound, range(bound, bound + 512))
     # As it was, for half of all bounds.
@@ -309,7 +310,7 @@ def test_every_product_with_weights(kind, cast):
     if fails:
         return
     with engine, engine.runner.torch_state():
-        prober = Prober(engine.runner, engine.contract.modes, {}, Mock())
+        prober = Prober(Subject(engine.runner, engine.contract.modes, {}, Mock()))
         with prober.scratch.in_place():
             recorder = prober.prepare()
         modules = dict(engine.runner.model.named_modules())

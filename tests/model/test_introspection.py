@@ -14,7 +14,7 @@ from transformers.masking_utils import (
 from tests.support.tiny import tiny as llama
 from tests.support.zoo import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
-from tinyspec.model.attention import Reach
+from tinyspec.kernels.twins.attention_plan import CausalMask
 from tinyspec.model.introspection import reach_of
 from tinyspec.runner import parity_check
 
@@ -26,8 +26,10 @@ def test_windows_and_chunks_of_any_size():
     for size in (1, 2, 3, 16, 4096, 131072):
         window = reach_of(sliding_window_causal_mask_function(size), ROWS, size)
         chunk = reach_of(chunked_causal_mask_function(size, padding), ROWS, size)
-        assert window == Reach(window=size)
-        assert chunk == (Reach(chunk=size) if size > 1 else Reach(window=1)), "one key is one key"
+        assert window == CausalMask(window=size)
+        assert chunk == (CausalMask(chunk=size) if size > 1 else CausalMask(window=1)), (
+            "one key is one key"
+        )
 
 
 UNKNOWN = {
@@ -57,12 +59,12 @@ def reaches(kind, **changes):
 
 def test_windows_come_from_masks():
     """Qwen2-MoE's attention is not given its window, GPT-2 has none, Mistral's may be None."""
-    assert set(reaches("qwen2_moe")) == {Reach(), Reach(window=16)}
-    assert set(reaches("gpt2")) == {Reach()}
-    assert set(reaches("mistral")) == {Reach(window=16)}
-    assert set(reaches("mistral", sliding_window=None)) == {Reach()}
-    assert set(reaches("mistral", sliding_window=4096)) == {Reach(window=4096)}
-    assert set(reaches("llama4_text")) == {Reach(), Reach(chunk=32)}
+    assert set(reaches("qwen2_moe")) == {CausalMask(), CausalMask(window=16)}
+    assert set(reaches("gpt2")) == {CausalMask()}
+    assert set(reaches("mistral")) == {CausalMask(window=16)}
+    assert set(reaches("mistral", sliding_window=None)) == {CausalMask()}
+    assert set(reaches("mistral", sliding_window=4096)) == {CausalMask(window=4096)}
+    assert set(reaches("llama4_text")) == {CausalMask(), CausalMask(chunk=32)}
 
 
 def test_recording_leaves_nothing_behind():

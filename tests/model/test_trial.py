@@ -2,6 +2,7 @@
 and by name."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from tests.support import zoo
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, UnsupportedModelError
-from tinyspec.model import attention_stand_ins, layer_trial, recurrent, short_conv, trial
+from tinyspec.model import attention_stand_ins, install, layer_trial, recurrent, short_conv, trial
 
 CONFIG = EngineConfig(reference_rows=4, max_rows=8)
 
@@ -28,16 +29,20 @@ def no_memory(*_):
 
 
 def test_modules_of_one_kind(told):
-    """Another kind is tried all the same."""
-    linears, causes = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)], []
+    """Another kind, or one that is called otherwise, is tried all the same."""
+    linears = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)]
 
     def find(module):
         return module.out_features if module.out_features == 8 else no_memory()
 
     for _ in range(2):
-        assert trial.by_kind(linears, find, causes) == [(linears[2], 8)]
-    why = "trying it raised OutOfMemoryError: tried to allocate 20 GiB"
-    assert causes == [f"Linear: {why}"] * 2 and told() == [f"Linear has no stand-in: {why}"]
+        trials = trial.Trials()
+        assert [trials.of(m, lambda m=m: find(m)) for m in linears] == [None, None, 8]
+        why = "trying it raised OutOfMemoryError: tried to allocate 20 GiB"
+        assert trials.causes == [f"Linear: {why}"] and told() == [f"Linear has no stand-in: {why}"]
+        assert trials.of(linears[0], lambda: 3, "called otherwise") == 3
+    quiet = trial.Trials((torch.OutOfMemoryError,))
+    assert quiet.of(nn.LayerNorm(4), no_memory) is None and len(told()) == 1 and not quiet.causes
 
 
 @pytest.mark.parametrize(
@@ -89,9 +94,10 @@ def test_layers(told, monkeypatch):
     """Of fused kernels."""
     monkeypatch.setattr(layer_trial, "fused_norm", no_memory)
     model = tiny()
-    norm = model.model.norm
     for _ in range(2):
-        like = torch.zeros(1, 4, 64)
-        assert layer_trial.LayerTrial().offset(norm, like) is None
+        config = replace(CONFIG, max_model_len=64)
+        with monkeypatch.context() as patches:
+            patches.setattr(install, "fuses_layers", lambda config: True)
+            Engine(model, config=config).close()
     (line,) = told()
-    assert "LlamaRMSNorm" in line and "fused kernels" in line and "20 GiB" in line
+    assert "LlamaRMSNorm" in line and "20 GiB" in line

@@ -18,9 +18,9 @@ from tinyspec.determinism.rows import unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.attention import KEYS_UNIT
-from tinyspec.kernels.twins.attention_plan import TILE
+from tinyspec.kernels.twins.attention_plan import TILE, CausalMask
 from tinyspec.kernels.twins.layers import stored
-from tinyspec.model.attention import LayerShape, Reach
+from tinyspec.model.attention import LayerShape
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128
@@ -51,12 +51,12 @@ class AttentionKind(NamedTuple):
     """Calls of one shape; two of a kind differ in nothing that a kernel looks at."""
 
     shape: LayerShape
-    reach: Reach = Reach()
+    reach: CausalMask = CausalMask()
 
     @property
     def name(self) -> str:
         shape = self.shape
-        bounds = [f"{name} {bound}" for name, bound in vars(self.reach).items() if bound]
+        bounds = [f"{name} {bound}" for name, bound in self.reach._asdict().items() if bound]
         bounds += [f"softcap {shape.softcap:g}"] if shape.softcap else []
         bounds += ["sinks"] if shape.sinks else []
         heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads"
@@ -68,24 +68,23 @@ def attention_kinds(runner: ModelRunner, far: bool = True) -> list[AttentionKind
     the probe comes to, and then (``far``) with nearer ones in their place."""
     reaches = [layer.reach for layer in runner.served.context.layers]
     layers = list(zip(runner.layers, reaches, strict=True))
-    kinds = [AttentionKind(shape, _within(reach)) for shape, reach in layers]
+    kinds = []
+    for shape, reach in layers:
+        bounds = {name: bound for name, bound in reach._asdict().items() if bound < LENGTH}
+        kinds.append(AttentionKind(shape, CausalMask(**bounds)))
     if far:
         kinds += [AttentionKind(shape, nearer(reach)) for shape, reach in layers]
     return list(dict.fromkeys(kinds))
 
 
-def _within(reach: Reach) -> Reach:
-    return Reach(**{name: bound for name, bound in vars(reach).items() if bound < LENGTH})
-
-
-def nearer(reach: Reach) -> Reach:
+def nearer(reach: CausalMask) -> CausalMask:
     """``reach`` with bounds that rows of the probe come to, which cut tiles and splits alike."""
 
     def near(bound: int) -> int:
         rest = bound % SPLIT
         return rest if rest >= LEAST_BOUND else rest + SPLIT
 
-    return Reach(**{name: n if n < LENGTH else near(n) for name, n in vars(reach).items()})
+    return CausalMask(**{name: n if n < LENGTH else near(n) for name, n in reach._asdict().items()})
 
 
 def _passes() -> list[Spans]:
@@ -157,7 +156,7 @@ def _round(runner: ModelRunner, kind: AttentionKind, seed: int) -> list[Tensor]:
     size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
     k, v = (stored(draw(*size), runner.kv_dtype) for _ in range(2))
     q = draw(LENGTH, shape.num_heads, shape.head_dim)
-    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(kind.reach)}
+    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **kind.reach._asdict()}
     if shape.sinks:
         scores["sinks"] = draw(shape.num_heads)
     whole = attend(q, k, v, metadata([(0, LENGTH)]), **scores)

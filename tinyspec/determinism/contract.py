@@ -29,6 +29,7 @@ from tinyspec.determinism.model_probe import needed_bytes
 from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
     Found,
+    Subject,
     prove_buckets,
     prove_reference,
     refuse_written,
@@ -250,7 +251,11 @@ class Contract:
                 "activations"
             )
         self._go_by(None)
-        self._key = self._results_key()
+        # Of results on disk: all that they depend on, which no value of a weight is.
+        model = self._model
+        rest = fingerprint(model, {"weights": ""}, self._config).digest
+        others = model.get_experts_implementation(), layouts(model)
+        self._key = disk.key_of(rest, *others, self.buckets.sizes, self._config.linear)
         found = None if fresh else disk.load(self._key)
         if found is None:
             logger.info("proving that deterministic=True is kept, once for this model and machine")
@@ -308,7 +313,8 @@ class Contract:
         """What a proof finds, which is stored; where it raises, passes go by what was known."""
         try:
             self._refuse_changed()
-            results = self.proving.run(partial(proof, self._runner, self.modes, self._found), given)
+            own = self._runner, self.modes, self._found
+            results = self.proving.run(lambda pause: proof(Subject(*own, pause), *given))
             self._refuse_changed()
         except BaseException:
             if not self.proving.under_way:  # another call's
@@ -346,12 +352,4 @@ class Contract:
             # A proof's passes are no graphs: where passes are, theirs take a host's time to launch.
             seconds = {} if self._config.cuda_graphs else results.seconds
             self.buckets.learn(canonical, seconds, self.modes.apart(self.buckets.sizes))
-        known = results is not None and not results.unsound
-        self._runner.prepacked.proven = frozenset(results.copied if results and known else ())
-
-    def _results_key(self) -> str:
-        """Of results on disk: all that they depend on, which no value of a weight is."""
-        model = self._model
-        rest = fingerprint(model, {"weights": ""}, self._config).digest
-        found = model.get_experts_implementation(), layouts(model)
-        return disk.key_of(rest, *found, self.buckets.sizes, self._config.linear)
+        self._runner.prepacked.proven = frozenset(results.copied if results is not None else ())

@@ -168,12 +168,15 @@ def _canary_bits(
     _: tuple[object, ...],
 ) -> str:
     kernels = backend.load(backend_name)
-    results = [
-        *_linears(linears, rows, device, kernels.linear),
-        *_row_functions({inputs for _, inputs, *_ in linears}, rows, dtype, device),
-        *_attention(heads, dtype, device, kernels),
-        *_long(device),
-    ]
+    results = list(_linears(linears, rows, device, kernels.linear))
+    for width in sorted({inputs for _, inputs, *_ in linears}):
+        for kind in dict.fromkeys((dtype, torch.float32)):
+            x = _numbers(rows, width, kind, device)
+            results += [function(x / 8) for function in FUNCTIONS]
+    results += _attention(heads, dtype, device, kernels)
+    # Loops that every thread has a part of, among subnormal numbers as well.
+    x = _numbers(1, LONG, torch.float32, device)[0]
+    results += [(x / 3).sum(), x.exp(), x * 2.0**-120 * 2.0**-20]
     sums = [(str(result.dtype), tuple(result.shape), checksum(result)) for result in results]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
@@ -188,23 +191,15 @@ def _numbers(rows: int, columns: int, dtype: torch.dtype, device: torch.device) 
     return (mixed.view(rows, columns).float() * 2.0**-9 * scale).to(dtype)
 
 
-def _cancelling(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``_numbers`` whose second half in every second row takes back the first, so that rounding of
-    the sums is all that is left."""
-    x = _numbers(rows, columns, dtype, device)
-    half = columns // 2
-    x[::2, half : 2 * half] = -x[::2, :half].flip(1)
-    return x
-
-
 def _linears(
     linears: Linears, rows: int, device: torch.device, kernel: Callable[..., Tensor]
 ) -> Iterator[Tensor]:
     """Products by the ways that linears take: both layouts of a weight, the kernel, a CPU's own."""
     for dtype, inputs, outputs, kind in linears:
-        x = _cancelling(rows, inputs, dtype, device)
-        weight = _numbers(outputs, inputs, dtype, device) / 64
-        half = inputs // 2
+        x, weight = (_numbers(n, inputs, dtype, device) for n in (rows, outputs))
+        weight, half = weight / 64, inputs // 2
+        # In every second row the second half takes back the first: what is left is rounding.
+        x[::2, half : 2 * half] = -x[::2, :half].flip(1)
         weight[:, half : 2 * half] = weight[:, :half].flip(1)
         yield F.linear(x, weight)
         yield torch.mm(x, weight.t().contiguous())
@@ -213,16 +208,6 @@ def _linears(
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
             yield shell(linear, kind).product(x)
-
-
-def _row_functions(
-    widths: set[int], rows: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[Tensor]:
-    for width in sorted(widths):
-        for kind in dict.fromkeys((dtype, torch.float32)):
-            x = _numbers(rows, width, kind, device)
-            for function in FUNCTIONS:
-                yield function(x / 8)
 
 
 def _attention(
@@ -242,11 +227,3 @@ def _attention(
             metadata = AttentionMetadata.of([(first, TOKENS)], [range(pages)], size, device)
             v = cache.flip(0).contiguous()
             yield kernels.paged_attention(q[first:], cache, v, metadata, **scores)
-
-
-def _long(device: torch.device) -> Iterator[Tensor]:
-    """Loops that every thread has a part of, among subnormal numbers as well."""
-    x = _numbers(1, LONG, torch.float32, device)[0]
-    yield (x / 3).sum()
-    yield x.exp()
-    yield x * 2.0**-120 * 2.0**-20

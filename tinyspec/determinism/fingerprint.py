@@ -84,26 +84,25 @@ def asking_for_gradients(model: nn.Module) -> list[str]:
     ]
 
 
-def served_by_kernel(model: nn.Module) -> list[str]:
-    """Names of the linears and experts that the linear kernel serves."""
-    linears = (name for name, m in model.named_modules() if isinstance(m, KernelLinear))
-    return sorted([*linears, *kernel_experts(model)])
-
-
 @torch.no_grad()
 @without_modes()
 def digest_weights(model: nn.Module, ignored: Collection[str] = ()) -> str:
     """Digest of every parameter, buffer and attribute but ``ignored`` (name, shape, strides, dtype,
     bits; of packed ones every part)."""
     digest = hashlib.sha256()
+
+    def add(name: str, tensor: Tensor) -> None:
+        form = tuple(tensor.shape), _strides(tensor), str(tensor.dtype)
+        digest.update(repr((name, *form, checksum(tensor))).encode())
+
     for name, tensor in tensors(model, ignored):
         if is_packed(tensor):
             digest.update(repr((name, packing_format(tensor))).encode())
         for part, plain in parts(tensor).items():
-            _add(digest, f"{name}.{part}" if part else name, plain)
+            add(f"{name}.{part}" if part else name, plain)
     for name, module in model.named_modules():
         for part, plain in extra_parts(module).items():
-            _add(digest, f"{name}.{part}", plain)
+            add(f"{name}.{part}", plain)
     return digest.hexdigest()
 
 
@@ -117,11 +116,6 @@ def digest_extra(extra: ExtraModules, ignored: Collection[str] = ()) -> str:
         asking_for_gradients(extra.modules),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
-    entry = (name, tuple(tensor.shape), _strides(tensor), str(tensor.dtype), checksum(tensor))
-    digest.update(repr(entry).encode())
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...] | None:
@@ -205,7 +199,7 @@ def _attention(model: PreTrainedModel) -> list[Any]:
     sees and, of stand-ins that do not run the module's forward, scale and softcap."""
     modules = dict(model.named_modules())
     return [
-        [layer.name, vars(layer.reach), getattr(modules.get(layer.name), "scores", None)]
+        [layer.name, layer.reach._asdict(), getattr(modules.get(layer.name), "scores", None)]
         for layer in served_of(model).context.layers
     ]
 
@@ -220,6 +214,7 @@ def fingerprint(
     attributes that are no settings."""
     assert config.reference_rows
     autocast = served_of(model).autocast.dtype
+    by_kernel = [name for name, m in model.named_modules() if isinstance(m, KernelLinear)]
     parts = {
         "model": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -233,7 +228,7 @@ def fingerprint(
         **_versions(model.device),
         "libraries": _libraries(model),
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
-        "linear_kernel": served_by_kernel(model),
+        "linear_kernel": sorted([*by_kernel, *kernel_experts(model)]),
         "gradients": asking_for_gradients(model),
         **weight_parts(weights),
         "config": _config(model),

@@ -3,10 +3,7 @@ of rows or transposed. Knows modules, not what is proven of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Collection, Iterable
 
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
@@ -18,7 +15,6 @@ from tinyspec.model.linears import (
     linear_weight,
 )
 from tinyspec.model.moe import kernel_experts
-from tinyspec.model.one_dnn import COPIED_ROWS
 from tinyspec.runner.model_runner import ModelRunner
 
 # Bytes of which new tensors begin at a multiple, as far as libraries look at it.
@@ -56,22 +52,6 @@ class LinearModes:
             modules = map(model.get_submodule, kinds[name])
             self._served.tiles.bind(filter(is_plain, modules), heights)
         self._runner.drop_graphs(canonical=True)
-
-    def transposed(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """What a linear computes as weight times rows, if it can."""
-        module = self._served.model.get_submodule(name)
-        return module.transposed if isinstance(module, CpuLinear) else None
-
-    def with_copies(self, rows: int) -> list[str]:
-        """The first of each kind of linears that have such copies in passes of so many rows."""
-        kinds = distinct_linears(self._served.model).items() if rows <= COPIED_ROWS else ()
-        return [name for name, module in kinds if isinstance(module, CpuLinear)]
-
-    def copy_keeps_bits(self, name: str, x: Tensor) -> bool:
-        """Whether one of these has the same product of rows x [R, in] by a copy of its weight."""
-        module: Any = self._served.model.get_submodule(name)
-        keeps: bool = module.copy_keeps_bits(x, self._runner.prepacked)
-        return keeps
 
     def can_tile(self, name: str, rows: int) -> bool:
         """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinyspec.model.install import KeepsHidden
 from tinyspec.model.linears import RowTiles
+from tinyspec.model.outline import BASE
 from tinyspec.model.quantized import layout
 from tinyspec.model.torch_state import global_hooks
 from tinyspec.model.wrappers import hooks_of, users_forward
@@ -28,8 +29,7 @@ _CONSTANT = (bool, float, str)
 # Whose private attributes are bookkeeping, and whose code has a version in the fingerprint.
 OWN = ("transformers", "torch", "tinyspec")
 LIBRARIES = (*OWN, "peft", "torchao", "bitsandbytes", "accelerate", "builtins")
-# What every module holds, and attributes that no bit of a pass depends on.
-BASE = frozenset(vars(nn.Module()))
+# Attributes that no bit of a pass depends on.
 _IDLE = BASE | {"forward", "gradient_checkpointing", "name_or_path", "generate", "context"}
 # How deep objects inside of objects are described.
 DEPTH = 4

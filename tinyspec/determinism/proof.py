@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,11 @@ from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResult
 from tinyspec.determinism.rows import agree, keeps_places, probe_pool, sensitive_pool
 from tinyspec.errors import DeterminismError
 from tinyspec.interrupts import flush
+from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linears import TRANSPOSED, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
+from tinyspec.model.one_dnn import COPIED_ROWS
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
@@ -82,35 +84,36 @@ Function = tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]
 Found = dict[tuple[Any, ...], list[Tensor]]
 
 
+class Subject(NamedTuple):
+    """What a proof is of: a runner, in which modes its linears run, and what was found by proofs
+    before. meanwhile: what others do in between."""
+
+    runner: ModelRunner
+    modes: LinearModes
+    found: Found
+    meanwhile: Meanwhile
+
+
 class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory; all while its ``scratch`` weights are in place.
 
-    modes: in which its linears run. found: by this proof and those before. meanwhile: what others
-    do in between. probe: its passes, of up to ``rows`` rows. linears: the first name of every kind.
-    ops: other functions of rows, by name, after ``prepare``. seconds: that it took by itself.
+    probe: its passes, of up to ``rows`` rows. linears: the first name of every kind. ops: other
+    functions of rows, by name, after ``prepare``. seconds: that it took by itself.
 
     Raises DeterminismError where memory does not suffice.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        modes: LinearModes,
-        found: Found,
-        meanwhile: Meanwhile,
-        rows: int = 0,
-    ):
+    def __init__(self, subject: Subject, rows: int = 0):
         self._begun = self._resumed = time.perf_counter()
         self._rest = self._rests = 0.0  # seconds of the last pause, of all
-        self.runner, self.modes, self._found = runner, modes, found
-        self._meanwhile = meanwhile
-        self.reference = runner.buckets.reference
-        self._autocast = runner.served.autocast
-        self.scratch = ScratchModel(runner.model)
-        refuse_shortage(self.scratch.nbytes, runner.device)
-        self.probe = ModelProbe(runner, rows)
-        self.linears = list(linear_kinds(runner.model))
+        self.runner, self.modes, self._found, self._meanwhile = subject
+        self.reference = self.runner.buckets.reference
+        self._autocast = self.runner.served.autocast
+        self.scratch = ScratchModel(self.runner.model)
+        refuse_shortage(self.scratch.nbytes, self.runner.device)
+        self.probe = ModelProbe(self.runner, rows)
+        self.linears = list(linear_kinds(self.runner.model))
         self.ops: dict[str, RowOp] = {}
         self._known: dict[str, Function] = {}
 
@@ -173,19 +176,28 @@ class Prober:
         if name not in self._known:  # of another bucket
             self._known[name] = self._function(name)
         users, of_rows, pools = self._known[name]
-        other = self.modes.transposed(name) if transposed else of_rows
-        return users or (other is not None and agree(of_rows, pools, rows, self.reference, other))
+        other = of_rows
+        if transposed:
+            linear = self.runner.model.get_submodule(name)
+            if not isinstance(linear, CpuLinear):
+                return False
+            other = linear.transposed
+        return users or agree(of_rows, pools, rows, self.reference, other)
 
     def copies_agree(self, rows: int) -> bool:
         """Whether prepacked weights have the bits of the weights themselves in passes of so many
         rows."""
-        for name in (names := self.modes.with_copies(rows)):
+        if rows > COPIED_ROWS:
+            return False
+        modules = {name: self.runner.model.get_submodule(name) for name in self.linears}
+        own = {name: m for name, m in modules.items() if isinstance(m, CpuLinear)}
+        for name, linear in own.items():
             self.pause()
             *_, (pool, *_) = self._known.get(name) or self._function(name)
             x = pool[torch.arange(rows) % (len(pool) - 1)]
-            if not self.modes.copy_keeps_bits(name, x):
+            if not linear.copy_keeps_bits(x, self.runner.prepacked):
                 return False
-        return bool(names)
+        return bool(own)
 
     def _function(self, name: str) -> Function:
         """One of them, and pools of rows to probe it with."""
@@ -276,12 +288,10 @@ def refuse_written(names: Collection[str]) -> None:
         )
 
 
-def prove_reference(
-    runner: ModelRunner, modes: LinearModes, found: Found, meanwhile: Meanwhile
-) -> ProbeResults:
+def prove_reference(subject: Subject) -> ProbeResults:
     """The results, which know one bucket; the linear kernel gets the linears that are unsound,
     unless the config fixes whom it serves. Raises as ``check_pass``."""
-    prober = Prober(runner, modes, found, meanwhile)
+    runner, modes, prober = subject.runner, subject.modes, Prober(subject)
     probe, rows = prober.probe, prober.reference
     with prober.scratch.in_place():
         moved = prober.moved(prober.linears)
@@ -313,34 +323,23 @@ def prove_reference(
     return ProbeResults(rows, (bucket,), tuple(unsound), kept, attention=tuple(attention))
 
 
-def see_to_hold(
-    runner: ModelRunner,
-    modes: LinearModes,
-    found: Found,
-    meanwhile: Meanwhile,
-    results: ProbeResults,
-) -> ProbeResults:
+def see_to_hold(subject: Subject, results: ProbeResults) -> ProbeResults:
     """The results, which were kept. What one pass shows is looked at all the same, which compiles
     and loads what a first pass needs. Raises as ``check_pass``."""
+    runner, modes = subject.runner, subject.modes
     modes.serve(() if results.unsound else results.kernel_linears)
     check_pass(runner, ModelProbe(runner))
     return results
 
 
 def prove_buckets(
-    runner: ModelRunner,
-    modes: LinearModes,
-    found: Found,
-    meanwhile: Meanwhile,
-    results: ProbeResults,
-    sizes: Collection[int],
-    attention_rows: int | None,
+    subject: Subject, results: ProbeResults, sizes: Collection[int], attention_rows: int | None
 ) -> ProbeResults:
     """``results`` with these further buckets, and with what a second look at the reference bucket
     shows, the first time. attention_rows: to compare of each kind; None: the first time of each
     some more."""
-    first, unsound = not results.confirmed, list[Unsound]()
-    prober = Prober(runner, modes, found, meanwhile, max(sizes, default=0))
+    first, unsound, runner = not results.confirmed, list[Unsound](), subject.runner
+    prober = Prober(subject, max(sizes, default=0))
     # On the model's own weights, and on scratch weights.
     tokens = token_sets(runner.vocab_size, prober.probe.distinct) if first else []
     own = prober.matmuls(tokens)

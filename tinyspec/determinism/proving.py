@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tinyspec.errors import DeterminismError
 from tinyspec.interrupts import flush
@@ -87,9 +87,9 @@ class Proving:
             "forward; deterministic=True needs it left alone"
         )
 
-    def run(self, proof: Callable[..., T], given: tuple[Any, ...]) -> T:
-        """What ``proof`` finds, called with what is to be called between its passes and ``given``;
-        within ``again``."""
+    def run(self, proof: Callable[[Meanwhile], T]) -> T:
+        """What ``proof`` finds, called with what is to be called between its passes; within
+        ``again``."""
         own = self._own = object()
         settings = 0
 
@@ -115,7 +115,7 @@ class Proving:
             with self._runner.torch_state():
                 settings = moves()
                 try:
-                    found = proof(pause, *given)
+                    found = proof(pause)
                 except Exception:
                     refuse_stale()  # which it may follow from
                     raise

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels, LayerStates
+from tinyspec.kernels.twins.attention_plan import CausalMask
 from tinyspec.model.gradients import Tape
 from tinyspec.model.one_dnn import PrepackedWeights
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
-from tinyspec.model.trial import eps_name
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,13 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """The keys that a row attends to: of its window, of its chunk, or (both 0) all before it."""
-
-    window: int = 0
-    chunk: int = 0
-
-
-@dataclass(frozen=True)
 class AttentionCall:
-    """One attention call of a forward, by a module of this name; scale: of the scores."""
+    """One attention call of a forward, by a module of this name. reach: the keys that a row attends
+    to; scale: of the scores."""
 
     module: nn.Module
     shape: LayerShape
-    reach: Reach
+    reach: CausalMask
     scale: float
     name: str = ""
 
@@ -293,7 +286,7 @@ class AttentionContext:
         if width < dim:
             v = pad(v, (0, dim - width))
         q, k, v = self.autocast.cast(q, k, v)
-        scores |= vars(layer.reach)  # window and chunk
+        scores |= layer.reach._asdict()  # window and chunk
 
         derived, caches = metadata.derived, (k_cache, v_cache)
 
@@ -332,6 +325,11 @@ class AttentionContext:
             if self.tape is not None and torch.is_grad_enabled():
                 return self.tape.convolve(number, run, x, weight, bias)
             return run(x, weight, bias)
+
+
+def eps_name(norm: nn.Module) -> str:
+    """The attribute that holds a norm's epsilon."""
+    return "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
 
 
 class PagedAttention(nn.Module):

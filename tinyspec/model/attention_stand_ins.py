@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from tinyspec.errors import named
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins.attention_plan import CausalMask
 from tinyspec.model.attention import (
     AttentionCall,
     AttentionContext,
     ModuleCall,
     PendingRope,
-    Reach,
     UnlikeAtLoad,
     fused_attention,
 )
@@ -177,7 +177,7 @@ class Trial:
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
         context.hold(*(context.autocast.cast(like.new_zeros(cache)) for _ in range(2)))
-        context.layers = [replace(self.call, module=module, reach=Reach())]
+        context.layers = [replace(self.call, module=module, reach=CausalMask())]
         args, kwargs, *_ = self.given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.kernels.twins.layers import add_rms_norm, gated_at_once
-from tinyspec.model.attention import AttentionContext
+from tinyspec.model.attention import AttentionContext, eps_name
 from tinyspec.model.gradients import recomputed
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import RowFunction
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import global_hooks
-from tinyspec.model.trial import eps_name
 
 # The children of a layer and of its MLP, all of them.
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -54,7 +53,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm by the kernel; unit_offset: the weight's distance from one is what is stored."""
+    """An RMSNorm by the kernel; unit_offset: the weight's distance from one is what is stored. The
+    layer before may have computed it ahead (``AttentionContext.ahead``)."""
 
     weight: Tensor
     tinyspec_context: AttentionContext
@@ -67,12 +67,6 @@ class FusedNorm(nn.Module):
         if ahead is not None and ahead[0] is self and ahead[1] is hidden_states:
             return ahead[2]
         return self.add(hidden_states, None)[0]
-
-    def add_ahead(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + residual [..., H]; its norm is kept for the next call of ``forward``."""
-        normed, summed = self.add(x, residual)
-        self.tinyspec_context.ahead = self, summed, normed
-        return summed
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual [..., H] (None: of x), and the sum."""
@@ -134,18 +128,15 @@ class FusedLayer(nn.Module):
         # Hooks on all modules might change the hidden states before the norm is called.
         if following is None or global_hooks():
             return residual + x
-        return following.add_ahead(x, residual)
+        normed, summed = following.add(x, residual)
+        following.tinyspec_context.ahead = following, summed, normed
+        return summed
 
 
 def fused_mlp(mlp: nn.Module, context: AttentionContext, activation: str) -> GatedMlp:
     """The stand-in of an MLP; activation: as the ``gated`` kernel names it."""
     own = {"tinyspec_context": context, "tinyspec_activation": activation}
     return standing_in(mlp, GatedMlp, **own)
-
-
-def fused_layer(layer: nn.Module) -> FusedLayer:
-    """The stand-in of a layer, which shares its children: the stand-ins of these go there."""
-    return standing_in(layer, FusedLayer, tinyspec_next=None)
 
 
 def fused_functions(model: PreTrainedModel) -> list[RowFunction]:

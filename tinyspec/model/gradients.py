@@ -81,24 +81,21 @@ def of_product(
 def recomputed(run: Callable[..., Any], plain: Callable[..., Any], *given: Tensor | None) -> Any:
     """``run(*given)``, with the gradients of ``plain`` where they are asked for. Both return a
     tensor or a tuple of tensors, and compute the same up to rounding."""
-    return evaluated(run, partial(_of_plain, plain), *given)
 
+    def backward(
+        asked: Sequence[bool], given: Sequence[Tensor | None], grads: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        pairs = zip(given, asked, strict=True)
+        leaves = [None if x is None else x.detach().requires_grad_(asks) for x, asks in pairs]
+        with torch.enable_grad():
+            out = plain(*leaves)
+        outputs = zip(out if isinstance(out, tuple) else (out,), grads, strict=True)
+        of, weighed = zip(*(pair for pair in outputs if pair[0].requires_grad), strict=True)
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        torch.autograd.backward(of, weighed, inputs=wanted)
+        return [None if x is None else x.grad for x in leaves]
 
-def _of_plain(
-    plain: Callable[..., Any],
-    asked: Sequence[bool],
-    given: Sequence[Tensor | None],
-    grads: Sequence[Tensor],
-) -> list[Tensor | None]:
-    pairs = zip(given, asked, strict=True)
-    leaves = [None if x is None else x.detach().requires_grad_(asks) for x, asks in pairs]
-    with torch.enable_grad():
-        out = plain(*leaves)
-    outputs = zip(out if isinstance(out, tuple) else (out,), grads, strict=True)
-    of, weighed = zip(*(pair for pair in outputs if pair[0].requires_grad), strict=True)
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    torch.autograd.backward(of, weighed, inputs=wanted)
-    return [None if x is None else x.grad for x in leaves]
+    return evaluated(run, backward, *given)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -107,15 +104,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return product(partial(F.linear, weight=weight, bias=bias), input, weight, bias)
 
 
-def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    found: Tensor = recomputed(torch.matmul, torch.matmul, input, other)
-    return found
-
-
 # By what models call them.
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     F.linear: _linear,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys(
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__),
+        partial(recomputed, torch.matmul, torch.matmul),
+    ),
 }
 
 
@@ -287,7 +282,12 @@ def _attention(
         mask = None
         if seen is not None:
             mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
-        backward = partial(_of_attention, scale, mask)
+        form: dict[str, Any] = {"attn_mask": mask, "scale": scale}
+
+        def backward(_: Any, given: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Any]:
+            found = flash_attention_backward(*grads, *given, 0.0, mask is None, **form)
+            return [*found, None, None]
+
         out: Tensor = evaluated(lambda q, k, v, out, lse: out, backward, q, k, v, *there)
         return out.squeeze(0).transpose(0, 1)
     if seen is None or not (softcap or sinks is not None):
@@ -302,15 +302,3 @@ def _attention(
         scores = torch.cat((scores, more), dim=-1)
     found = scores.softmax(-1)[..., : k.shape[2]] @ v.float()
     return found.to(q.dtype).squeeze(0).transpose(0, 1)
-
-
-def _of_attention(
-    scale: float,
-    mask: Tensor | None,
-    asked: Sequence[bool],
-    given: Sequence[Tensor],
-    grads: Sequence[Tensor],
-) -> list[Tensor | None]:
-    form = {"attn_mask": mask, "scale": scale}
-    found = flash_attention_backward(*grads, *given, 0.0, mask is None, **form)
-    return [*found, None, None]

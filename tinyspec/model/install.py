@@ -51,7 +51,7 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import Autocast, TorchState, without_modes
-from tinyspec.model.trial import tell
+from tinyspec.model.trial import Trials, tell
 from tinyspec.model.wrappers import autocast_within, has_hooks, is_compiled
 
 
@@ -176,14 +176,14 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     with TorchState(model.device)(), served.autocast.on():
-        causes: list[str] = []
-        made, served.channels = conv_stand_ins(model, context, causes)
-        recurrent, served.recurrent = recurrent_stand_ins(model, context, causes)
+        trials = Trials()
+        made, served.channels = conv_stand_ins(model, context, trials)
+        recurrent, served.recurrent = recurrent_stand_ins(model, context, trials)
     if (known := len(made) + len(recurrent)) != (count := recurrent_layers(model)):
-        if not causes:
+        if not trials.causes:
             tell(type(model).__name__, NO_FUNCTIONS)
         why = f"of its {count} layers with a state {known} are known"
-        raise unsupported(model, "; ".join([why, *causes]))
+        raise unsupported(model, "; ".join([why, *trials.causes]))
     # What these compute themselves.
     if (reason := swap_refusal(model, [each.get_submodule("conv") for each in made])) is not None:
         raise unsupported(model, reason)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tinyspec.errors import unsupported
+from tinyspec.kernels.twins.attention_plan import CausalMask
 from tinyspec.model.attention import (
     IMPLEMENTATION,
     Attend,
     AttentionCall,
     LayerShape,
     ModuleCall,
-    Reach,
     paged_attention_function,
 )
 from tinyspec.model.scratch_weights import other_weights, scratch_weights
@@ -36,17 +36,13 @@ _ONE_AT_A_TIME = Lock()
 TRIAL = f"{IMPLEMENTATION}, trial"
 
 
-class UnknownAttention(Exception):
-    """Why an attention call cannot be served."""
-
-
 def reach_of(
     mask_function: Callable[..., Tensor],
     rows: int,
     size: int | None,
     chunked: bool = False,
     device: torch.device | str = "cpu",
-) -> Reach | None:
+) -> CausalMask | None:
     """The keys that a mask function of transformers, made with ``size``, lets a row attend to.
 
     None if they are not all before the row, a window or a chunk. A function that holds a table of
@@ -62,10 +58,11 @@ def reach_of(
     zero = torch.zeros((), dtype=torch.long, device=device)
     found = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(k), len(k))
     before = k <= q
-    kinds = [(Reach(), before)]
+    kinds = [(CausalMask(), before)]
     if size:
-        kinds.insert(0, (Reach(window=size), before & (k > q - size)))
-        kinds.insert(0 if chunked else 1, (Reach(chunk=size), before & (k // size == q // size)))
+        window = CausalMask(window=size), before & (k > q - size)
+        chunk = CausalMask(chunk=size), before & (k // size == q // size)
+        kinds = [chunk, window, *kinds] if chunked else [window, chunk, *kinds]
     return next((reach for reach, keys in kinds if torch.equal(found, keys)), None)
 
 
@@ -79,13 +76,51 @@ def _looks_up(value: Any) -> bool:
     return any(_looks_up(cell.cell_contents) for cell in held)
 
 
-class Masks:
-    """The masks that a model makes while they are ``asked`` for."""
+ROWS = 12
+NO_POSITIONS = "its rows do not know their positions (it ignores position_ids)"
+# How much logits may differ, relative to the largest, when rows change places in a pass.
+ROUNDING = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+# Arguments of an attention call that do not change which keys a row sees, or nothing at all.
+SILENT = {
+    *("softcap", "s_aux"),
+    *("dropout", "position_ids", "use_cache", "cache_position", *CACHE_NAMES, "layer_idx"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("logits_to_keep", "head_mask", "position_embeddings"),
+    *("input_ids", "inputs_embeds", "num_items_in_batch", "training"),
+}
+
+
+class AttentionRecorder:
+    """Replaces attention in one forward: records every call and returns zeros. Masks that the model
+    makes while they are ``asked`` for are made here. reason: why a call cannot be served."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Tensor, Reach | None]] = []
+        self.calls: list[AttentionCall] = []
+        self.keys: list[Tensor] = []
+        self.reason: str | None = None
+        self._masks: list[tuple[Tensor, CausalMask | None]] = []
 
-    def make(
+    @contextmanager
+    def asked(self, model: PreTrainedModel) -> Iterator[None]:
+        """``model``, a shadow, makes its masks here, by an attention of another name than that of
+        passes in other threads: the registry belongs to the process."""
+        configs = [getattr(vars(m).get("config"), "__dict__", {}) for m in model.modules()]
+        with _ONE_AT_A_TIME:
+            AttentionInterface.register(TRIAL, paged_attention_function)
+            AttentionMaskInterface.register(TRIAL, self.make_mask)
+            try:
+                for config in configs:
+                    if ATTENTION_CHOICE in config:
+                        config[ATTENTION_CHOICE] = TRIAL
+                yield
+            finally:
+                for config in configs:
+                    if ATTENTION_CHOICE in config:
+                        config[ATTENTION_CHOICE] = IMPLEMENTATION
+                for registry in (AttentionInterface, AttentionMaskInterface):
+                    del registry._global_mapping[TRIAL]
+
+    def make_mask(
         self,
         batch_size: int,
         q_length: int,
@@ -104,63 +139,8 @@ class Masks:
         if not use_vmap:
             chunked = local_size and getattr(config, "attention_chunk_size", None) == local_size
             reach = reach_of(mask_function, q_length, local_size, bool(chunked), device)
-        self._made.append((mask, reach))
+        self._masks.append((mask, reach))
         return mask
-
-    def reach(self, mask: Tensor) -> Reach:
-        """Of a mask that was made here, or of a slice of it."""
-        for made, reach in self._made:
-            if made.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
-                if reach is None:
-                    raise UnknownAttention(
-                        "has a mask that is neither causal, nor sliding, nor chunked"
-                    )
-                return reach
-        raise UnknownAttention("has a mask of its own making")
-
-    @contextmanager
-    def asked(self, model: PreTrainedModel) -> Iterator[None]:
-        """``model``, a shadow, makes its masks here, by an attention of another name than that of
-        passes in other threads: the registry belongs to the process."""
-        configs = [getattr(vars(m).get("config"), "__dict__", {}) for m in model.modules()]
-        with _ONE_AT_A_TIME:
-            AttentionInterface.register(TRIAL, paged_attention_function)
-            AttentionMaskInterface.register(TRIAL, self.make)
-            try:
-                for config in configs:
-                    if ATTENTION_CHOICE in config:
-                        config[ATTENTION_CHOICE] = TRIAL
-                yield
-            finally:
-                for config in configs:
-                    if ATTENTION_CHOICE in config:
-                        config[ATTENTION_CHOICE] = IMPLEMENTATION
-                for registry in (AttentionInterface, AttentionMaskInterface):
-                    del registry._global_mapping[TRIAL]
-
-
-ROWS = 12
-NO_POSITIONS = "its rows do not know their positions (it ignores position_ids)"
-# How much logits may differ, relative to the largest, when rows change places in a pass.
-ROUNDING = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-# Arguments of an attention call that do not change which keys a row sees, or nothing at all.
-SILENT = {
-    *("softcap", "s_aux"),
-    *("dropout", "position_ids", "use_cache", "cache_position", *CACHE_NAMES, "layer_idx"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("logits_to_keep", "head_mask", "position_embeddings"),
-    *("input_ids", "inputs_embeds", "num_items_in_batch", "training"),
-}
-
-
-class AttentionRecorder:
-    """Replaces attention in one forward: records every call and returns zeros."""
-
-    def __init__(self, masks: Masks):
-        self._masks = masks
-        self.calls: list[AttentionCall] = []
-        self.keys: list[Tensor] = []
-        self.reason: str | None = None
 
     def attend(
         self,
@@ -174,16 +154,15 @@ class AttentionRecorder:
         **scores: Any,
     ) -> tuple[Tensor, None]:
         """Has the signature of transformers' attention functions."""
-        try:
-            reach = self._reach(module, mask, **scores)
-        except UnknownAttention as error:
-            self.reason = self.reason or f"{type(module).__name__} {error}"
-            reach = Reach()
+        found = self._reach(module, mask, **scores)
+        if isinstance(found, str):
+            self.reason = self.reason or f"{type(module).__name__} {found}"
+            found = CausalMask()
         rows, heads, width = query.shape[2], query.shape[1], value.shape[-1]
         size = max(query.shape[-1], width)
         sinks = scores.get("s_aux") is not None
         shape = LayerShape(heads, key.shape[1], size, scores.get("softcap") or 0.0, sinks)
-        self.calls.append(AttentionCall(module, shape, reach, scale))
+        self.calls.append(AttentionCall(module, shape, found, scale))
         self.keys.append(key.clone())
         return query.new_zeros(len(query), rows, heads, width), None
 
@@ -194,19 +173,25 @@ class AttentionRecorder:
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         **others: Any,
-    ) -> Reach:
+    ) -> CausalMask | str:
+        """The keys that rows of a call attend to, or why it cannot be served."""
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if mask is None and not causal:
-            raise UnknownAttention("is not causal")
+            return "is not causal"
         unknown = sorted(name for name, v in others.items() if v is not None and name not in SILENT)
         if unknown:
-            raise UnknownAttention(f"gives attention {', '.join(unknown)}")
+            return f"gives attention {', '.join(unknown)}"
         window = sliding_window or 0
         if mask is None:
-            return Reach(window)
-        reach = self._masks.reach(mask)
+            return CausalMask(window)
+        place = mask.untyped_storage().data_ptr()  # of a mask that was made here, or a slice of it
+        made = [reach for x, reach in self._masks if x.untyped_storage().data_ptr() == place]
+        if not made:
+            return "has a mask of its own making"
+        if (reach := made[0]) is None:
+            return "has a mask that is neither causal, nor sliding, nor chunked"
         if window not in (0, reach.window):
-            raise UnknownAttention(f"has a window of {window} and a mask with another")
+            return f"has a window of {window} and a mask with another"
         return reach
 
 
@@ -257,9 +242,9 @@ def attention_calls(model: PreTrainedModel) -> tuple[list[AttentionCall], bool]:
 
 def _tried(model: PreTrainedModel) -> tuple[list[AttentionCall], bool, str | None]:
     """As ``attention_calls``, by the weights that the model has, and why it is refused."""
-    rows, masks = torch.arange(ROWS, device="cpu"), Masks()
-    first, reversed_, moved = (AttentionRecorder(masks) for _ in range(3))
-    with masks.asked(model):
+    rows = torch.arange(ROWS, device="cpu")
+    first, reversed_, moved = (AttentionRecorder() for _ in range(3))
+    with first.asked(model):
         logits = _forward(model, first.attend, rows, rows)
     other = _forward(model, reversed_.attend, rows.flip(0), rows.flip(0))
     ends = torch.tensor([0, ROWS - 1], device=model.device)
@@ -301,7 +286,7 @@ def module_calls(
     with ExitStack() as hooks:
         for module in found:
             hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
-        _forward(model, AttentionRecorder(Masks()).attend, rows, positions)
+        _forward(model, AttentionRecorder().attend, rows, positions)
     return found
 
 

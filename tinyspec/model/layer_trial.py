@@ -9,14 +9,14 @@ dtype and in fp32, and must agree up to rounding. Knows no model by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.errors import named
 from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_NORM
 from tinyspec.kernels.twins.layers import ACTIVATIONS
@@ -24,27 +24,19 @@ from tinyspec.model.attention import AttentionContext, ModuleCall
 from tinyspec.model.fused_layer import (
     NORMS,
     PRODUCTS,
-    fused_layer,
+    FusedLayer,
     fused_mlp,
     fused_norm,
     is_norm,
     is_pre_norm,
 )
 from tinyspec.model.introspection import module_calls
-from tinyspec.model.shadow import shell
-from tinyspec.model.trial import (
-    SIZES,
-    close,
-    described,
-    kind_of,
-    own_kind,
-    probe_rows,
-    same_bits,
-    tell,
-)
+from tinyspec.model.shadow import shell, standing_in
+from tinyspec.model.trial import SIZES, Trials, close, described, probe_rows, same_bits
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
+Form = TypeVar("Form")
 OFFSETS = (False, True)
 # So many times smaller are the rows of attention and linears: the product of two fits fp16.
 SMALLER = 64.0
@@ -70,87 +62,66 @@ def _with(module: nn.Module, **tables: Any) -> nn.Module:
     return made
 
 
-class LayerTrial:
-    """Tries layers, norms and MLPs by themselves and by their stand-ins, those of one kind once.
-    like: hidden states that they are called with."""
+def _context() -> AttentionContext:
+    """One by whose kernels stand-ins run on any device."""
+    context = AttentionContext()
+    context.kernels = backend.load("torch")
+    return context
 
-    def __init__(self) -> None:
-        self._context = AttentionContext()
-        self._context.kernels = backend.load("torch")
-        self._tried: dict[Hashable, Any] = {}
 
-    def offset(self, norm: nn.Module, like: Tensor) -> bool | None:
-        """Whether a norm's weights are stored less one; None where it is no norm of the kernel."""
+def norm_offset(norm: nn.Module, like: Tensor) -> bool | None:
+    """Whether a norm's weights are stored less one; None where it is no norm of the kernel. like:
+    hidden states that it is called with."""
+    context = _context()
 
-        def run(x: Tensor, offset: bool | None = None) -> list[Tensor]:
-            weight = (1 + x[0, SIZES].tanh() / 4).to(x.dtype)
-            scratch = nn.Parameter(weight, requires_grad=False)
-            made = _with(norm, _parameters={"weight": scratch})
-            return [(made if offset is None else fused_norm(made, self._context, offset))(x)]
+    def run(x: Tensor, offset: bool | None = None) -> list[Tensor]:
+        weight = (1 + x[0, SIZES].tanh() / 4).to(x.dtype)
+        made = _with(norm, _parameters={"weight": nn.Parameter(weight, requires_grad=False)})
+        return [(made if offset is None else fused_norm(made, context, offset))(x)]
 
-        return self._first_close(norm, like, run, OFFSETS)
+    return _first_close(like, run, OFFSETS)
 
-    def activation(self, mlp: nn.Module, like: Tensor) -> str | None:
-        """The activation of a gated MLP; None where it is none of the kernel."""
 
-        def run(x: Tensor, activation: str | None = None) -> list[Tensor]:
-            products = [_Part(x.roll(turn, 1) / SMALLER) for turn in (4, 8, 12)]
-            parts = dict(zip(PRODUCTS, products, strict=True))
-            made = _with(mlp, _modules={**parts, "act_fn": mlp.act_fn})
-            out = (made if activation is None else fused_mlp(made, self._context, activation))(x)
-            return [out, *(call.hidden for part in products for call in part.calls)]
+def mlp_activation(mlp: nn.Module, like: Tensor) -> str | None:
+    """The activation of a gated MLP; None where it is none of the kernel. like: hidden states that
+    it is called with."""
+    context = _context()
 
-        return self._first_close(mlp, like, run, ACTIVATIONS)
+    def run(x: Tensor, activation: str | None = None) -> list[Tensor]:
+        products = [_Part(x.roll(turn, 1) / SMALLER) for turn in (4, 8, 12)]
+        parts = dict(zip(PRODUCTS, products, strict=True))
+        made = _with(mlp, _modules={**parts, "act_fn": mlp.act_fn})
+        out = (made if activation is None else fused_mlp(made, context, activation))(x)
+        return [out, *(call.hidden for part in products for call in part.calls)]
 
-    def is_wired(self, layer: nn.Module, given: ModuleCall) -> bool:
-        """Whether a layer gives its parts, and returns, what its stand-in does."""
+    return _first_close(like, run, ACTIVATIONS)
 
-        def run() -> bool | None:
-            x = _rows(given.hidden, given.hidden.dtype)
-            a, b, c, d = (x.roll(turn, 1) / SMALLER for turn in (4, 8, 12, 16))
-            norm, attention, second, mlp = parts = _Part(a), _Part((b, None)), _Part(c), _Part(d)
-            names = NORMS[0], "self_attn", NORMS[1], "mlp"
-            args, kwargs, *_ = given.of(x)
-            out = _with(layer, _modules=dict(zip(names, parts, strict=True)))(*args, **kwargs)
-            others = {name: held for name, held in kwargs.items() if held is not x}
-            gets = _gets(norm, x) and _gets(attention, a, **others)
-            gets = gets and _gets(second, x + b) and _gets(mlp, c)
-            return (gets and len(args) <= 1 and same_bits(out, x + b + d)) or None
 
-        key = own_kind(layer), *map(described, given[:2])
-        return bool(self._once(layer, key, run))
+def _first_close(
+    like: Tensor, run: Callable[..., list[Tensor]], forms: Iterable[Form]
+) -> Form | None:
+    """The first form in which ``run`` gives what it gives without one; None if none does."""
+    rows = [_rows(like, dtype) for dtype in dict.fromkeys((like.dtype, torch.float32))]
+    own = [x for given in rows for x in run(given)]
+    for form in forms:
+        found = [x for given in rows for x in run(given, form)]
+        if len(found) == len(own) and all(map(close, found, own)):
+            return form
+    return None
 
-    def _first_close(
-        self,
-        module: nn.Module,
-        like: Tensor,
-        run: Callable[..., list[Tensor]],
-        forms: Iterable[Any],
-    ) -> Any:
-        """The first form in which ``run`` gives what it gives without one; None if none does."""
 
-        def first() -> Any:
-            rows = [_rows(like, dtype) for dtype in dict.fromkeys((like.dtype, torch.float32))]
-            own = [x for given in rows for x in run(given)]
-            for form in forms:
-                found = [x for given in rows for x in run(given, form)]
-                if len(found) == len(own) and all(map(close, found, own)):
-                    return form
-            return None
-
-        return self._once(module, (kind_of(module), described(like)), first)
-
-    def _once(self, module: nn.Module, key: Hashable, find: Callable[[], Any]) -> Any:
-        """What ``find`` returned for this kind; None where it raised."""
-        if key not in self._tried:
-            self._tried[key], kind = None, type(module).__name__
-            try:
-                self._tried[key] = find()
-            except Exception as error:  # of whatever kind
-                tell(kind, f"trying fused kernels raised {named(error)}")
-            if self._tried[key] is None:
-                logger.info("%s keeps its own forward: fused kernels compute something else", kind)
-        return self._tried[key]
+def is_wired(layer: nn.Module, given: ModuleCall) -> bool | None:
+    """True where a layer gives its parts, and returns, what its stand-in does, else None."""
+    x = _rows(given.hidden, given.hidden.dtype)
+    a, b, c, d = (x.roll(turn, 1) / SMALLER for turn in (4, 8, 12, 16))
+    norm, attention, second, mlp = parts = _Part(a), _Part((b, None)), _Part(c), _Part(d)
+    names = NORMS[0], "self_attn", NORMS[1], "mlp"
+    args, kwargs, *_ = given.of(x)
+    out = _with(layer, _modules=dict(zip(names, parts, strict=True)))(*args, **kwargs)
+    others = {name: held for name, held in kwargs.items() if held is not x}
+    gets = _gets(norm, x) and _gets(attention, a, **others)
+    gets = gets and _gets(second, x + b) and _gets(mlp, c)
+    return (gets and len(args) <= 1 and same_bits(out, x + b + d)) or None
 
 
 def _rows(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -196,23 +167,38 @@ def layer_stand_ins(
     inside = {part for layer in layers for part in layer.modules()}
     norms = [module for module in model.modules() if module not in inside and is_norm(module)]
     calls = module_calls(model, [*layers, *norms], last)
-    trial, made = LayerTrial(), dict[nn.Module, nn.Module]()
+    trials, made, kept = Trials(), dict[nn.Module, nn.Module](), set[type]()
+
+    def tried(module: nn.Module, find: Callable[..., Form], given: Any) -> Form | None:
+        """What ``find`` finds of a module and what it is called with."""
+        found = trials.of(module, partial(find, module, given), described(given))
+        if found is None and type(module) not in kept:
+            kept.add(type(module))
+            name = type(module).__name__
+            logger.info("%s keeps its own forward: fused kernels compute something else", name)
+        return found
 
     def with_norms(norms: Iterable[nn.Module], like: Tensor) -> bool:
         """Whether all norms have a stand-in, which are made then."""
-        offsets = {norm: trial.offset(norm, like) for norm in norms}
+        offsets = {norm: tried(norm, norm_offset, like) for norm in norms}
         if None in offsets.values():
             return False
         made.update((norm, fused_norm(norm, context, bool(o))) for norm, o in offsets.items())
         return True
 
     for layer in layers:
-        if not _may_have_one(layer, calls[layer]) or not trial.is_wired(layer, calls[layer][0]):
+        if not _may_have_one(layer, calls[layer]):
             continue
-        like, mlp = calls[layer][0].hidden, layer.get_submodule("mlp")
-        activation = trial.activation(mlp, like)
+        call, mlp = calls[layer][0], layer.get_submodule("mlp")
+        if not tried(layer, is_wired, call):
+            continue
+        like = call.hidden
+        activation = tried(mlp, mlp_activation, like)
         if activation is not None and with_norms(map(layer.get_submodule, NORMS), like):
-            made |= {mlp: fused_mlp(mlp, context, activation), layer: fused_layer(layer)}
+            made |= {
+                mlp: fused_mlp(mlp, context, activation),
+                layer: standing_in(layer, FusedLayer, tinyspec_next=None),
+            }
     for layer in filter(made.__contains__, layers):
         following = _following(calls, layer)
         for norm in following:

@@ -43,7 +43,8 @@ IDLE = {
     *("_is_full_backward_hook", "_is_hf_initialized"),
     *("_require_grads_hook", "_require_grads_hooks"),
 }
-_BASE = frozenset(vars(nn.Module()))
+# What every module holds.
+BASE = frozenset(vars(nn.Module()))
 _CONSTANT = (bool, float, str)  # integers of hooks count
 _ABSENT = object()
 _SHAPE, _ASKS = attrgetter("shape"), attrgetter("requires_grad")
@@ -92,7 +93,7 @@ class _Structure:
         self._constants = list(map(_constants, self._owners))
 
     def _look_into(self, name: str, module: nn.Module) -> None:
-        self._look_through(name, vars(module), _BASE | IDLE)
+        self._look_through(name, vars(module), BASE | IDLE)
         self._add(name, module._modules)
         for table in (module._forward_hooks, module._forward_pre_hooks):
             self._tables[id(table)] = table
@@ -160,7 +161,8 @@ class Outline:
         those of the tensors that the shadow has, whatever the model's tables hold now."""
         if (what := self._other_structure()) is not None:
             return Change(what, structure=True)
-        if self._same_weights() and not (digest and self._sums != [*map(checksum, self.uncounted)]):
+        same = self._same_tensors() and self._numbers == self._count_writes()
+        if same and not (digest and self._sums != [*map(checksum, self.uncounted)]):
             return None
         # Stand-ins are chosen by forms.
         held = self._tensors if served else chain.from_iterable(self._weights)
@@ -228,9 +230,6 @@ class Outline:
             # An address is the same tensor's only as long as its memory was not freed.
             and not any(map(torch.UntypedStorage._expired, self._storages))
         )
-
-    def _same_weights(self) -> bool:
-        return self._same_tensors() and self._numbers == self._count_writes()
 
 
 def _form(x: Tensor | None) -> object:

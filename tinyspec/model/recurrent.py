@@ -22,10 +22,11 @@ from transformers.activations import ACT2FN
 
 from tinyspec.config import MOST_TAPS, STATE_TILE
 from tinyspec.kernels import backend
-from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
+from tinyspec.kernels.backend import Checkpoints, LayerStates
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.trial import ROWS, by_kind, close, probe_rows
+from tinyspec.model.trial import ROWS, Trials, begin_pass, close, probe_rows
 from tinyspec.model.wrappers import runs_class_forward
 
 CONV, DELTA, MAMBA2 = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
@@ -232,7 +233,7 @@ def _stand_in(module: nn.Module, own: _Calls) -> nn.Module:
     return standing_in(module, RecurrentLayer, tinyspec_forward=made)
 
 
-def _tried(width: int, context: AttentionContext, module: Any) -> RecurrentShape | None:
+def _shape(width: int, context: AttentionContext, module: Any) -> RecurrentShape | None:
     """The shape of a layer whose stand-in gives rows [.., width] of one sequence what it gives
     them, up to rounding; None of another."""
     trial, like = AttentionContext(context.autocast), next(module.parameters())
@@ -240,30 +241,32 @@ def _tried(width: int, context: AttentionContext, module: Any) -> RecurrentShape
     # Of one size: what a state keeps of larger ones hides others, and rounds them.
     rows = probe_rows((width,), like.dtype, like.device)
     rows = F.rms_norm(rows, rows.shape[-1:])[None]
-    own, calls = module(rows), _Calls(trial)
-    standing = _stand_in(module, calls)
-    trial.record(partial(_unused, "attention"))
-    standing(rows)
-    trial.record(None)
-    shape = RecurrentShape(*calls.found)
-    trial.hold(states=[shape.states(1, ROWS, partial(torch.zeros, device=like.device))])
-    metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
-    place = torch.arange(ROWS, device=like.device)
-    first = place[:1].int()
-    metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
-    trial.begin(metadata, place, place)
-    found = standing(rows)
+    with scratch_weights(module):
+        own, calls = module(rows), _Calls(trial)
+        standing = _stand_in(module, calls)
+        trial.record(partial(_unused, "attention"))
+        standing(rows)
+        trial.record(None)
+        shape = RecurrentShape(*calls.found)
+        trial.hold(states=[shape.states(1, ROWS, partial(torch.zeros, device=like.device))])
+        begin_pass(trial, like.device)
+        assert trial.metadata is not None
+        place = torch.arange(ROWS, device=like.device)
+        first = place[:1].int()
+        trial.metadata.checkpoints = Checkpoints(first, first, first + ROWS, place, STATE_TILE)
+        found = standing(rows)
     trial.check()
     return shape if close(found, own, ROUNDINGS) else None
 
 
 def recurrent_stand_ins(
-    model: PreTrainedModel, context: AttentionContext, causes: list[str]
+    model: PreTrainedModel, context: AttentionContext, trials: Trials
 ) -> tuple[dict[nn.Module, nn.Module], list[RecurrentShape]]:
-    """The stand-ins of recurrent layers, in order of the modules, and their shapes; causes: as of
-    ``by_kind``."""
+    """The stand-ins of recurrent layers, in order of the modules, and their shapes."""
     width = model.config.get_text_config(decoder=True).hidden_size
-    known = list(filter(_own_forward, model.modules()))
-    found = by_kind(known, partial(_tried, width, context), causes)
-    made = {module: _stand_in(module, _Calls(context)) for module, _ in found}
-    return made, [shape for _, shape in found]
+    made, shapes = dict[nn.Module, nn.Module](), list[RecurrentShape]()
+    for module in filter(_own_forward, model.modules()):
+        if (shape := trials.of(module, partial(_shape, width, context, module))) is not None:
+            made[module] = _stand_in(module, _Calls(context))
+            shapes.append(shape)
+    return made, shapes

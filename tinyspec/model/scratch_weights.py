@@ -56,75 +56,6 @@ def weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{own}".lstrip("."), weight
 
 
-class ScratchBuffers:
-    """The buffers that scratch weights are views of.
-
-    given: names and weights that are to have a like. nbytes: of all buffers. scale: of the numbers
-    of matrices. Nothing is allocated before the first ``like``.
-    """
-
-    def __init__(self, given: Iterable[tuple[str, Tensor]]):
-        self._sizes: dict[Hashable, int] = {}
-        widths = []
-        for name, weight in given:
-            key = self._key(spread := _spread(name, weight), weight)
-            axes = zip(weight.shape, weight.stride(), strict=True)
-            last = sum((n - 1) * step for n, step in axes)
-            extent = (last + 1) * weight.itemsize if weight.numel() else 0
-            self._sizes[key] = max(extent, self._sizes.get(key, 0))
-            widths += [weight.shape[-1]] if spread == MATRIX else []
-        self.scale = max(1, mode(widths)) ** -0.5 if widths else 1.0
-        self.nbytes = sum(size + (PLACES + 1) * ALIGNMENT for size in self._sizes.values())
-        self._held: dict[Hashable, Tensor] = {}
-        self._views = 0
-
-    def _key(self, spread: str, weight: Tensor) -> Hashable:
-        # In a file that was mapped a weight may begin anywhere; and torch's products of tensors of
-        # inference mode may be others.
-        remainder = weight.data_ptr() % weight.itemsize
-        return spread, weight.dtype, weight.device, remainder, weight.is_inference()
-
-    def like(self, name: str, weight: Tensor) -> Tensor:
-        """Random numbers in the form of ``weight``, and of its class, at another place of the
-        buffer than those before."""
-        key = self._key(spread := _spread(name, weight), weight)
-        with torch.inference_mode(weight.is_inference()), torch.no_grad():
-            if key not in self._held:
-                self._held[key] = self._filled(spread, weight, self._sizes[key])
-            flat = self._held[key]
-            self._views += 1
-            first = self._views * 37 % PLACES * ALIGNMENT
-            first += (weight.data_ptr() - flat.data_ptr()) % ALIGNMENT
-            view = flat.as_strided(weight.shape, weight.stride(), first // weight.itemsize)
-            if isinstance(weight, nn.Parameter):
-                return nn.Parameter(view, requires_grad=weight.requires_grad)
-            return view
-
-    def _filled(self, spread: str, weight: Tensor, size: int) -> Tensor:
-        """A buffer of so many bytes and more, for weights like this one."""
-        dtype, device, itemsize = weight.dtype, weight.device, weight.itemsize
-        count = -(-(size + (PLACES + 1) * ALIGNMENT) // itemsize)
-        flat = torch.empty(count + 1, dtype=dtype, device=device)
-        if remainder := weight.data_ptr() % itemsize:
-            # A view begins at a whole number: this one is of a part of the storage.
-            part = flat.untyped_storage()[remainder:]
-            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,), (1,))
-        drawn = self._drawn(min(PERIOD, count), spread).to(device, dtype)
-        for part in flat.split(len(drawn)):
-            part.copy_(drawn[: len(part)])
-        return flat
-
-    def _drawn(self, count: int, spread: str) -> Tensor:
-        # Another seed than inputs have.
-        generator = torch.Generator().manual_seed(PERIOD)
-        noise = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
-        if spread == MATRIX:
-            return noise * self.scale
-        if spread == BIAS:
-            return noise * 2.0 ** (torch.arange(count, device="cpu") % 4 * -6)
-        return noise / 4 + (spread == SCALE)
-
-
 @contextmanager
 def other_weights(weights: Mapping[int, Tensor], *modules: nn.Module) -> Iterator[None]:
     """A block in which ``modules``, of a shadow, have ``weights`` by the ids of their own; tied
@@ -155,7 +86,8 @@ def other_weights(weights: Mapping[int, Tensor], *modules: nn.Module) -> Iterato
 class ScratchModel:
     """Scratch weights of a model or module, whose own are not written to.
 
-    nbytes: memory that this takes. Packed weights of a format that is not known stay.
+    They are views of one buffer for each dtype and spread. nbytes: memory that this takes, once the
+    weights are first in place. Packed weights of a format that is not known stay.
     """
 
     def __init__(self, model: nn.Module):
@@ -163,9 +95,21 @@ class ScratchModel:
         own = dict(weights_of(model))
         self._packed = [w for w in own.values() if type(w).__name__ in FILLED]
         self._plain = {n: w for n, w in own.items() if w.dtype in DRAWN and not is_packed(w)}
-        self._buffers = ScratchBuffers(self._plain.items())
+        self._sizes: dict[Hashable, int] = {}
+        widths = []
+        for name, weight in self._plain.items():
+            key = self._key(spread := _spread(name, weight), weight)
+            axes = zip(weight.shape, weight.stride(), strict=True)
+            last = sum((n - 1) * step for n, step in axes)
+            extent = (last + 1) * weight.itemsize if weight.numel() else 0
+            self._sizes[key] = max(extent, self._sizes.get(key, 0))
+            widths += [weight.shape[-1]] if spread == MATRIX else []
+        # Of the numbers of matrices.
+        self._scale = max(1, mode(widths)) ** -0.5 if widths else 1.0
         kinds = {layout(w): sum(part.nbytes for part in parts(w).values()) for w in self._packed}
-        self.nbytes = self._buffers.nbytes + sum(kinds.values())
+        buffers = (size + (PLACES + 1) * ALIGNMENT for size in self._sizes.values())
+        self.nbytes = sum((*buffers, *kinds.values()))
+        self._held: dict[Hashable, Tensor] = {}
         self._drawn: dict[int, Tensor] = {}
         self._placed: ExitStack | None = None
 
@@ -195,15 +139,60 @@ class ScratchModel:
     @contextmanager
     def shared(self, *others: nn.Module) -> Iterator[None]:
         """A block in which the model, and ``others`` that share its weights, have these."""
-        like, scale = self._buffers.like, self._buffers.scale
         if not self._drawn:
             kinds = {layout(weight): weight for weight in self._packed}
-            packed = {kind: filled(weight, scale) for kind, weight in kinds.items()}
-            self._drawn = {id(weight): like(name, weight) for name, weight in self._plain.items()}
+            packed = {kind: filled(weight, self._scale) for kind, weight in kinds.items()}
+            for number, (name, weight) in enumerate(self._plain.items(), 1):
+                self._drawn[id(weight)] = self._like(number, name, weight)
             self._drawn |= {id(weight): packed[layout(weight)] for weight in self._packed}
         models = self._model, *others
-        with other_weights(self._drawn, *models), _scratch_states(scale, models):
+        with other_weights(self._drawn, *models), _scratch_states(self._scale, models):
             yield
+
+    def _key(self, spread: str, weight: Tensor) -> Hashable:
+        # In a file that was mapped a weight may begin anywhere; and torch's products of tensors of
+        # inference mode may be others.
+        remainder = weight.data_ptr() % weight.itemsize
+        return spread, weight.dtype, weight.device, remainder, weight.is_inference()
+
+    def _like(self, number: int, name: str, weight: Tensor) -> Tensor:
+        """Random numbers in the form of ``weight``, and of its class, at the place of the buffer
+        that this number has."""
+        key = self._key(spread := _spread(name, weight), weight)
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
+            if key not in self._held:
+                self._held[key] = self._filled(spread, weight, self._sizes[key])
+            flat = self._held[key]
+            first = number * 37 % PLACES * ALIGNMENT
+            first += (weight.data_ptr() - flat.data_ptr()) % ALIGNMENT
+            view = flat.as_strided(weight.shape, weight.stride(), first // weight.itemsize)
+            if isinstance(weight, nn.Parameter):
+                return nn.Parameter(view, requires_grad=weight.requires_grad)
+            return view
+
+    def _filled(self, spread: str, weight: Tensor, size: int) -> Tensor:
+        """A buffer of so many bytes and more, for weights like this one."""
+        dtype, device, itemsize = weight.dtype, weight.device, weight.itemsize
+        count = -(-(size + (PLACES + 1) * ALIGNMENT) // itemsize)
+        flat = torch.empty(count + 1, dtype=dtype, device=device)
+        if remainder := weight.data_ptr() % itemsize:
+            # A view begins at a whole number: this one is of a part of the storage.
+            part = flat.untyped_storage()[remainder:]
+            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,), (1,))
+        drawn = self._noise(min(PERIOD, count), spread).to(device, dtype)
+        for part in flat.split(len(drawn)):
+            part.copy_(drawn[: len(part)])
+        return flat
+
+    def _noise(self, count: int, spread: str) -> Tensor:
+        # Another seed than inputs have.
+        generator = torch.Generator().manual_seed(PERIOD)
+        noise = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+        if spread == MATRIX:
+            return noise * self._scale
+        if spread == BIAS:
+            return noise * 2.0 ** (torch.arange(count, device="cpu") % 4 * -6)
+        return noise / 4 + (spread == SCALE)
 
 
 @contextmanager

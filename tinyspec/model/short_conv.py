@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.kernels import backend
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.trial import ROWS, by_kind, close, probe_rows
+from tinyspec.model.trial import ROWS, Trials, begin_pass, close, probe_rows
 from tinyspec.model.wrappers import runs_class_forward
 
 
@@ -50,20 +50,20 @@ def _has_parts(module: Any) -> bool:
     )
 
 
-def _tried(context: AttentionContext, module: Any) -> int | None:
+def _channels(context: AttentionContext, module: Any) -> int | None:
     """The channels of a module whose stand-in gives what it gives rows of one sequence, up to
     rounding; None of another."""
     trial, like = AttentionContext(context.autocast), module.conv.weight
     trial.kernels = backend.load("torch")
-    channels, device = module.conv.in_channels, like.device
-    rows = probe_rows((channels,), like.dtype, device)[None]
+    channels = module.conv.in_channels
+    rows = probe_rows((channels,), like.dtype, like.device)[None]
     if like.dtype == torch.float16:  # three of their products are multiplied
         rows = rows / 64
     trial.hold(rows=trial.autocast.cast(rows.new_zeros(1, ROWS, 1, channels)))
-    place = torch.arange(ROWS, device=device)
-    own = module(hidden_states=rows)
-    trial.begin(AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, device), place, place)
-    found = stand_in_of(module, trial, 0)(hidden_states=rows)
+    with scratch_weights(module):
+        own = module(hidden_states=rows)
+        begin_pass(trial, like.device)
+        found = stand_in_of(module, trial, 0)(hidden_states=rows)
     trial.check()
     return channels if close(found, own) else None
 
@@ -75,10 +75,12 @@ def stand_in_of(module: nn.Module, context: AttentionContext, number: int) -> nn
 
 
 def conv_stand_ins(
-    model: nn.Module, context: AttentionContext, causes: list[str]
+    model: nn.Module, context: AttentionContext, trials: Trials
 ) -> tuple[dict[nn.Module, nn.Module], list[int]]:
-    """The stand-ins of short convolutions, in order of the modules, and their channels; causes: as
-    of ``by_kind``."""
-    found = by_kind(filter(_has_parts, model.modules()), partial(_tried, context), causes)
-    made = {module: stand_in_of(module, context, n) for n, (module, _) in enumerate(found)}
-    return made, [channels for _, channels in found]
+    """The stand-ins of short convolutions, in order of the modules, and their channels."""
+    made, channels = dict[nn.Module, nn.Module](), list[int]()
+    for module in filter(_has_parts, model.modules()):
+        if (found := trials.of(module, partial(_channels, context, module))) is not None:
+            made[module] = stand_in_of(module, context, len(made))
+            channels.append(found)
+    return made, channels

@@ -1,13 +1,12 @@
 """Comparing a module with its stand-in: inputs, equality of bits or of errors, kinds of modules.
 
-Weights are scratch weights: a model's own that are all zero or one could hide a difference. Knows
-modules; neither attention nor norms.
+Knows modules, not what stands in for which.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.errors import named
-from tinyspec.model.scratch_weights import scratch_weights
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.model.attention import AttentionContext
 
 logger = logging.getLogger("tinyspec")
 T = TypeVar("T")
@@ -65,7 +65,17 @@ def close(found: Tensor, own: Tensor, roundings: int = ROUNDINGS) -> bool:
 def kind_of(module: nn.Module) -> Hashable:
     """Classes, settings and shapes of a module and its children: equal for modules that differ only
     in ``layer_idx`` and in the values of their weights."""
-    return tuple((name, own_kind(part)) for name, part in module.named_modules())
+    found = []
+    for name, part in module.named_modules():
+        settings = {k: v for k, v in vars(part).items() if k not in APART}
+        found.append((name, type(part), described(settings)))
+    return tuple(found)
+
+
+def begin_pass(context: AttentionContext, device: torch.device) -> None:
+    """Begin a pass of one sequence of ROWS rows on one page."""
+    rows = torch.arange(ROWS, device=device)
+    context.begin(AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, device), rows, rows)
 
 
 @cache
@@ -74,30 +84,32 @@ def tell(name: str, why: str, level: int = logging.WARNING) -> None:
     logger.log(level, "%s has no stand-in: %s", name, why)
 
 
-def by_kind(
-    modules: Iterable[nn.Module], find: Callable[[nn.Module], T | None], causes: list[str]
-) -> list[tuple[nn.Module, T]]:
-    """Of each module what ``find`` returns of the first of its kind with scratch weights; without
-    those of which that is None, or raises, which the log tells and ``causes`` get."""
-    found: dict[Hashable, T | None] = {}
-    kinds = [(module, kind_of(module)) for module in modules]
-    for module, kind in kinds:
-        if kind not in found:
-            found[kind] = None
+class Trials:
+    """What was found of modules by trying them, those of one kind once.
+
+    quiet: errors that are no news. causes: of the others that were raised, as the log told them.
+    """
+
+    def __init__(self, quiet: tuple[type[Exception], ...] = ()):
+        self._quiet, self._found = quiet, dict[Hashable, Any]()
+        self.causes: list[str] = []
+
+    def of(self, module: nn.Module, find: Callable[[], T | None], *given: Hashable) -> T | None:
+        """What ``find`` returned for the first module of its kind that was called alike, as
+        ``given`` says; None where it raised."""
+        key = kind_of(module), *given
+        if key not in self._found:
+            self._found[key] = None
             try:
-                with scratch_weights(module):
-                    found[kind] = find(module)
+                self._found[key] = find()
+            except self._quiet:
+                pass
             except Exception as error:  # of whatever kind
                 name, why = type(module).__name__, f"trying it raised {named(error)}"
-                causes.append(f"{name}: {why}")
+                self.causes.append(f"{name}: {why}")
                 tell(name, why)
-    return [(module, own) for module, kind in kinds if (own := found[kind]) is not None]
-
-
-def own_kind(module: nn.Module) -> Hashable:
-    """Class, settings and shapes of a module without its children."""
-    settings = {k: v for k, v in vars(module).items() if k not in APART}
-    return type(module), described(settings)
+        found: T | None = self._found[key]
+        return found
 
 
 def described(value: Any) -> Hashable:
@@ -111,8 +123,3 @@ def described(value: Any) -> Hashable:
     if isinstance(value, (list, tuple, set)):
         return type(value), *map(described, value)
     return "object", id(value)
-
-
-def eps_name(norm: nn.Module) -> str:
-    """The attribute that holds a norm's epsilon."""
-    return "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
