@@ -20,10 +20,10 @@ from tests.kernels.layout import Sequence, lay_out, with_sinks
 from tests.kernels.test_kv_write import TURNS, angles, slots
 from tests.kernels.test_paged_attention import launched
 from tests.support.budget import first
-from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels import kv_write
 from tinyspec.kernels.twins import attention as twin_attention
 from tinyspec.kernels.twins import layers as twin
+from tinyspec.model.checksum import same_bits
 
 CODES, NAN = twin.CODES, twin.NAN
 BLOCK = tl.constexpr(4096)

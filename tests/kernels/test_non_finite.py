@@ -15,8 +15,8 @@ import torch
 from tests.kernels.cases import sees
 from tests.kernels.layout import Sequence, lay_out, with_sinks
 from tests.kernels.test_paged_attention import launched
-from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels.twins import attention as twin
+from tinyspec.model.checksum import same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Query heads, KV heads, head size.

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from tests.kernels.cases import sees
 from tests.kernels.layout import LARGE, Sequence, lay_out, rows_of, with_sinks
 from tests.support.tolerances import OPERATOR, close, within_units
-from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention import cut_keeps_bits
+from tinyspec.model.checksum import same_bits
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 EVERYONE = [*enumerate(LENGTHS)]

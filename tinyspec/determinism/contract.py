@@ -61,7 +61,7 @@ class Contract:
     def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
         self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
-        self._fingerprint: Fingerprint | None = None  # of weights that may have changed since
+        self._fingerprint: Fingerprint | None = None  # where there are digests, of these weights
         self._runner, self._config = runner, runner.config
         self._renew, self.buckets = renew, runner.buckets
         self._key = ""
@@ -196,12 +196,10 @@ class Contract:
         return None if self._weights_digest is None else self._fingerprint
 
     def _digest(self) -> dict[str, str]:
-        """Digests of the weights as they are now, which go into the fingerprint: no other part of
-        it depends on them."""
-        self._weights_digest = self._digests()
-        if self._fingerprint is not None:
-            self._fingerprint = self._fingerprint.with_weights(self._weights_digest)
-        return self._weights_digest
+        """Digests of the weights as they are now, which go into the fingerprint."""
+        if (now := self._digests()) != self._weights_digest:
+            self._weights_digest, self._fingerprint = now, None
+        return now
 
     def _digests(self) -> dict[str, str]:
         """Of weights, by the part of the fingerprint."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.environment import canary, driver, environment
-from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened, weight_parts
+from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import function_settings, functions, tensors
 from tinyspec.determinism.results import PACKAGE, code_digest
 from tinyspec.model.checksum import checksum
@@ -197,11 +197,8 @@ def _config(model: PreTrainedModel) -> dict[str, Any]:
 def _attention(model: PreTrainedModel) -> list[Any]:
     """What passes take from attention modules as it was when the model was loaded: which keys a row
     sees and, of stand-ins that do not run the module's forward, scale and softcap."""
-    modules = dict(model.named_modules())
-    return [
-        [layer.name, layer.reach._asdict(), getattr(modules.get(layer.name), "scores", None)]
-        for layer in served_of(model).context.layers
-    ]
+    calls = served_of(model).context.layers
+    return [[c.name, c.reach._asdict(), c.scale, c.shape.softcap] for c in calls]
 
 
 def fingerprint(
@@ -230,7 +227,7 @@ def fingerprint(
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
         "linear_kernel": sorted([*by_kernel, *kernel_experts(model)]),
         "gradients": asking_for_gradients(model),
-        **weight_parts(weights),
+        **{name: DIGEST + digest[:32] for name, digest in weights.items()},
         "config": _config(model),
         "modules": functions(model),
         "settings": function_settings(model, ignored),

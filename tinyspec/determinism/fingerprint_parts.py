@@ -29,18 +29,9 @@ class Fingerprint:
         """32 hexadecimal digits."""
         return digest_of(self.parts)
 
-    def with_weights(self, digests: dict[str, str]) -> Fingerprint:
-        """With other digests of the weights, by part."""
-        return Fingerprint({**self.parts, **weight_parts(digests)})
-
     def with_tokenizer(self, parts: Parts | None) -> Fingerprint:
         """Of a request whose tokens depend on the tokenizer, with its parts; None: on none."""
         return Fingerprint({**self.parts, **parts}) if parts else self
-
-
-def weight_parts(digests: dict[str, str]) -> Parts:
-    """As they stand among the parts."""
-    return {name: DIGEST + digest[:32] for name, digest in digests.items()}
 
 
 def digest_of(parts: Parts) -> str:

@@ -6,19 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from tinyspec.model.cpu_linears import CpuLinear
-from tinyspec.model.linears import (
-    distinct_linears,
-    is_plain,
-    kernel_stand_ins,
-    linear_kinds,
-    linear_shape,
-    linear_weight,
-)
+from tinyspec.model.linears import distinct_linears, is_plain, kernel_stand_ins, linear_kinds
 from tinyspec.model.moe import kernel_experts
 from tinyspec.runner.model_runner import ModelRunner
-
-# Bytes of which new tensors begin at a multiple, as far as libraries look at it.
-ALIGNED = {"cpu": 64, "cuda": 256}
 
 
 class LinearModes:
@@ -54,18 +44,10 @@ class LinearModes:
         self._runner.drop_graphs(canonical=True)
 
     def can_tile(self, name: str, rows: int) -> bool:
-        """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory
-        where a new tensor may: elsewhere a library might choose another kernel than was probed."""
-        runner, module = self._runner, self._served.model.get_submodule(name)
-        reference = runner.buckets.reference
-        shape, weight = linear_shape(module), linear_weight(module)
-        assert shape is not None
-        (weight,) = self._served.autocast.cast(weight)
-        itemsize = (runner.dtype if weight is None else weight.dtype).itemsize
-        aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
-        whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
-        tiled = any(module is other for other in self._served.tiles.bound)
-        return whole and (is_plain(module) or tiled)
+        """Whether a linear is a plain one, and its rows a whole number of tiles."""
+        module, bound = self._served.model.get_submodule(name), self._served.tiles.bound
+        plain = is_plain(module) or any(module is other for other in bound)
+        return plain and rows % self._runner.buckets.reference == 0
 
     def apart(self, sizes: Iterable[int]) -> list[int]:
         """Those of ``sizes`` whose canonical passes run another way than plain ones: some linears,

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from tinyspec.config import STATE_TILE
-from tinyspec.determinism.rows import same_bits, unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins.layers import CODES, stored, values
-from tinyspec.model.checksum import row_checksums
+from tinyspec.model.checksum import row_checksums, same_bits, unequal_bits
 from tinyspec.runner.batch import Batch, Owned, Part
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.model_runner import ModelRunner
@@ -162,7 +161,10 @@ class ModelProbe:
             if p.first < self.distinct
         ]
         self.sound = torch.cat(sound)
-        self._copy_pages()
+        states = [part for layer in self._cache.states for part in layer]
+        for pool in (*self._cache.pools, *states):  # for the rows that repeat these
+            copies = pool.view(self._copies, -1, *pool.shape[1:])
+            copies[1:] = copies[:1]
 
     def difference(self, rows: int, numbers: Collection[int]) -> str | None:
         """What in canonical passes of ``rows`` rows with these ``numbers`` differs from the
@@ -227,13 +229,6 @@ class ModelProbe:
                 noise = drawn[shape].to(part.dtype)
                 torch.mul(noise, scale.view(-1, *(1 for _ in shape)) + 0.5, out=part)
             layer.gates.abs_().neg_()  # decays
-
-    def _copy_pages(self) -> None:
-        """Copy the pages of the distinct rows to those of the rows that repeat them."""
-        states = [part for layer in self._cache.states for part in layer]
-        for pool in (*self._cache.pools, *states):
-            copies = pool.view(self._copies, -1, *pool.shape[1:])
-            copies[1:] = copies[:1]
 
     def _logit_rows(self, rows: int) -> Tensor:
         """Rows of a pass that are unembedded: all, or in a large pass as many as the reference

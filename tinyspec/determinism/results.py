@@ -72,10 +72,6 @@ class ComparedRows:
     def __bool__(self) -> bool:
         return self.differing == 0
 
-    def plus(self, checked: int, differing: int) -> ComparedRows:
-        """After so many more."""
-        return replace(self, checked=self.checked + checked, differing=self.differing + differing)
-
 
 @dataclass(frozen=True)
 class ProbeResults:

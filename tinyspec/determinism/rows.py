@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinyspec.model.checksum import BITS
+from tinyspec.model.checksum import same_bits, unequal_bits
 
 RowFunction = Callable[[Tensor], Tensor]
 CANCELLED_OUTPUTS = 64
@@ -38,22 +38,6 @@ LARGE_ROWS = 128
 # Rows among which sensitive ones are searched, and how many numbers these may have together.
 CANDIDATES = 1024
 CANDIDATE_NUMBERS = 1 << 17
-
-
-def unequal_bits(a: Tensor, b: Tensor) -> Tensor:
-    """`[rows, ...]` twice -> bool `[rows, elements]`; NaN equals any NaN, -0 is not 0."""
-    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
-    bits = BITS[a.element_size()]
-    unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
-    return (unequal & ~(a.isnan() & b.isnan())).reshape(len(a), -1)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether `unequal_bits` finds none; faster where it does not."""
-    bits = BITS[a.element_size()]
-    if torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)):
-        return True
-    return not unequal_bits(a, b).any()
 
 
 def cancelled_outputs(features: int) -> int:

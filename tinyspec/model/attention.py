@@ -101,7 +101,7 @@ class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
     kernels: set before the first pass. k, v: the pool, by attention call. rows: of each short
-    convolution, in order of the modules; states: of each recurrent layer, in order of its calls.
+    convolution, states: of each recurrent layer, in order of the modules.
     layers: the attention calls of a pass, in order. autocast: of the forward that they are a part
     of. prepacked: for the linears of the next pass. A forward in another thread is refused.
     """

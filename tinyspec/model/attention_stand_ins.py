@@ -36,7 +36,7 @@ from tinyspec.model.attention import (
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import Autocast
-from tinyspec.model.trial import ROWS, described, kind_of, probe_rows, same_bits, tell
+from tinyspec.model.trial import ROWS, alike, begin_pass, described, kind_of, probe_rows, tell
 from tinyspec.model.wrappers import own_forward, runs_class_forward
 
 # How transformers' modeling files call the function that rotates q and k.
@@ -182,9 +182,7 @@ class Trial:
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]
         before = _contents(tables)
-        rows = torch.arange(ROWS, device=like.device)
-        metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
-        context.begin(metadata, rows, rows)
+        begin_pass(context, like.device)
         try:
             returned = module(*args, **kwargs)
             context.check()
@@ -229,7 +227,7 @@ def _itself(module: nn.Module, context: AttentionContext) -> nn.Module:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same_bits(a, b)
+        return alike(a, b)
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return type(a) is type(b) and a == b

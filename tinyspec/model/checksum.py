@@ -1,4 +1,5 @@
-"""Checksums of a tensor's bits: integer sums, which have no order, so any device gives the same."""
+"""The bits of tensors: which differ, and checksums, integer sums that have no order, so that any
+device gives the same."""
 
 from __future__ import annotations
 
@@ -11,6 +12,22 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 18
 _MULTIPLIER = 0xD6E8FEB86659FD93
 _PLACE_MULTIPLIER = -7046029254386353131
+
+
+def unequal_bits(a: Tensor, b: Tensor) -> Tensor:
+    """`[rows, ...]` twice -> bool `[rows, elements]`; NaN equals any NaN, -0 is not 0."""
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    bits = BITS[a.element_size()]
+    unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
+    return (unequal & ~(a.isnan() & b.isnan())).reshape(len(a), -1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether `unequal_bits` finds none; faster where it does not."""
+    bits = BITS[a.element_size()]
+    if torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)):
+        return True
+    return not unequal_bits(a, b).any()
 
 
 def checksum(tensor: Tensor) -> int:

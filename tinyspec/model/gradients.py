@@ -104,13 +104,15 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return product(partial(F.linear, weight=weight, bias=bias), input, weight, bias)
 
 
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    found: Tensor = recomputed(torch.matmul, torch.matmul, input, other)
+    return found
+
+
 # By what models call them.
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     F.linear: _linear,
-    **dict.fromkeys(
-        (torch.matmul, Tensor.matmul, Tensor.__matmul__),
-        partial(recomputed, torch.matmul, torch.matmul),
-    ),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
 }
 
 

@@ -32,7 +32,7 @@ from tinyspec.model.fused_layer import (
 )
 from tinyspec.model.introspection import module_calls
 from tinyspec.model.shadow import shell, standing_in
-from tinyspec.model.trial import SIZES, Trials, close, described, probe_rows, same_bits
+from tinyspec.model.trial import SIZES, Trials, alike, close, described, probe_rows
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
@@ -121,7 +121,7 @@ def is_wired(layer: nn.Module, given: ModuleCall) -> bool | None:
     others = {name: held for name, held in kwargs.items() if held is not x}
     gets = _gets(norm, x) and _gets(attention, a, **others)
     gets = gets and _gets(second, x + b) and _gets(mlp, c)
-    return (gets and len(args) <= 1 and same_bits(out, x + b + d)) or None
+    return (gets and len(args) <= 1 and alike(out, x + b + d)) or None
 
 
 def _rows(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,7 +137,7 @@ def _gets(part: _Part, rows: Tensor, **others: Any) -> bool:
         {name: id(held) for name, held in given.items() if held is not None and held is not False}
         for given in (more, others)
     )
-    return len(call.args) <= 1 and same_bits(call.hidden, rows) and ids == expected
+    return len(call.args) <= 1 and alike(call.hidden, rows) and ids == expected
 
 
 def _may_have_one(module: nn.Module, given: list[ModuleCall]) -> bool:
@@ -215,6 +215,6 @@ def layer_stand_ins(
 def _following(calls: dict[nn.Module, list[ModuleCall]], layer: nn.Module) -> list[nn.Module]:
     """What is called with the very tensor that a layer returned, to which nobody has written."""
     output, copy = calls[layer][0].output, calls[layer][0].copy
-    if not isinstance(output, Tensor) or not same_bits(output, copy):
+    if not isinstance(output, Tensor) or not alike(output, copy):
         return []
     return [module for module, given in calls.items() for call in given if call.hidden is output]

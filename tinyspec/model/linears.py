@@ -196,9 +196,10 @@ class RowTiles:
             if x.numel() > rows * x.shape[-1]:
                 return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)
             # Cut as [R, in]: where the weight asks for no gradient, torch multiplies a part of
-            # [1, R, in] as a batch, which is up to thirty times slower and has other bits.
+            # [1, R, in] as a batch, which is up to thirty times slower and has other bits. Each
+            # part is a tensor of its own: a library may choose by where one begins.
             parts = x.reshape(rows, x.shape[-1]).split(height)
-            out = torch.cat([forward(part[None]) for part in parts], dim=1)
+            out = torch.cat([forward(part.clone()[None]) for part in parts], dim=1)
             return out.view(*x.shape[:-1], out.shape[-1])
 
         # No other function's: fingerprints know it by its name, and leave it out.

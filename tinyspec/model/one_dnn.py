@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tinyspec.model.checksum import same_bits
 from tinyspec.model.quantized import trace
 
 # Elsewhere the operators call other libraries.
@@ -101,7 +102,7 @@ class PrepackedWeights:
     def keeps_bits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether there is room for a copy of a weight, and x times that has the weight's bits."""
         fits = weight.nbytes <= self._room() // SHARE
-        return fits and torch.equal(one_dnn(x, prepacked(weight), bias), one_dnn(x, weight, bias))
+        return fits and same_bits(one_dnn(x, prepacked(weight), bias), one_dnn(x, weight, bias))
 
     def _copy(self, weight: Tensor) -> Tensor | None:
         """The weight, prepacked once it was used often enough to repay it."""

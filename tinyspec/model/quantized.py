@@ -121,7 +121,7 @@ def unprovable(model: nn.Module) -> str | None:
     whose like a probe cannot make.
     """
     for name, module in model.named_modules():
-        why = _row_dependence(module) or _hidden_tensors(module) or _unknown_packing(module)
+        why = _row_dependence(module) or _unknown_tensors(module)
         if why is not None:
             return f"{name} ({type(module).__name__}) {why}"
     return None
@@ -146,29 +146,21 @@ def _row_dependence(module: nn.Module) -> str | None:
     return f"quantizes activations by a scale for several rows of a pass ({granularity})"
 
 
-def _hidden_tensors(module: nn.Module) -> str | None:
-    """Attributes of a linear layer that hold tensors no digest reads, or None."""
-    hidden = [
-        key
-        for key, value in vars(module).items()
-        if key not in ("_parameters", "_buffers") and _holds_tensors(value)
-    ]
-    if hasattr(module, "in_features") and hidden:
-        return f"keeps tensors outside of parameters and buffers ({', '.join(hidden)})"
-    return None
-
-
-def _holds_tensors(value: object) -> bool:
-    values = value.values() if isinstance(value, dict) else [value]
-    return any(isinstance(x, Tensor) for x in values)
-
-
-def _unknown_packing(module: nn.Module) -> str | None:
-    """Matrices of integers in a linear layer, or packed weights, which stand for weights in a way
-    that is not known; or None."""
+def _unknown_tensors(module: nn.Module) -> str | None:
+    """Tensors of a linear layer that no digest reads, or that stand for weights in a way that is
+    not known (matrices of integers, other packed weights); or None."""
+    if not hasattr(module, "in_features"):
+        return None
     own = {**module._parameters, **module._buffers}
+    hidden = []
+    for key, value in vars(module).items():
+        values = value.values() if isinstance(value, dict) else [value]
+        if key not in ("_parameters", "_buffers") and any(isinstance(x, Tensor) for x in values):
+            hidden.append(key)
+    if hidden:
+        return f"keeps tensors outside of parameters and buffers ({', '.join(hidden)})"
     packed = [name for name, x in own.items() if x is not None and _is_unknown(x)]
-    if hasattr(module, "in_features") and packed:
+    if packed:
         return f"has packed weights of a format that a probe cannot make ({', '.join(packed)})"
     return None
 

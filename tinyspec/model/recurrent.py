@@ -90,11 +90,11 @@ def _refuse_others(given: dict[str, Any]) -> None:
 
 
 class _Calls:
-    """The functions that modules call, over the pass of ``context``. found: of a layer that was
-    recorded, what makes its shape."""
+    """The functions that a module calls, recurrent layer ``number``, over the pass of ``context``.
+    found: where it was recorded, what makes its shape."""
 
-    def __init__(self, context: AttentionContext):
-        self._context = context
+    def __init__(self, context: AttentionContext, number: int):
+        self._context, self._number = context, number
         self.found: list[Any] = []
 
     def convolve(
@@ -115,7 +115,7 @@ class _Calls:
         else:
             kernels, metadata, slots = context.running()
             assert metadata.checkpoints is not None
-            ring, places = self._states().conv, metadata.checkpoints.slots
+            ring, places = context.states[self._number].conv, metadata.checkpoints.slots
             (rows,) = context.autocast.cast(rows)
             weight = weight.contiguous()
             with context.autocast.off():
@@ -182,19 +182,13 @@ class _Calls:
             self.found += [*key.shape[2:], *value.shape[2:], dtype]
         return records
 
-    def _states(self) -> LayerStates:
-        """Of the layer that runs."""
-        context = self._context
-        if context.scans >= len(context.states):
-            raise RuntimeError(f"the model has more recurrent layers than {len(context.states)}")
-        return context.states[context.scans]
-
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, rule: dict[str, Any]) -> Tensor:
-        context, states = self._context, self._states()
+        context = self._context
         kernels, metadata, _ = context.running()
         if context.tape is not None and torch.is_grad_enabled():
             raise NotImplementedError("recurrent layers have no exact gradients: use torch.no_grad")
         q, k, v = context.autocast.cast(q, k, v)
+        states = context.states[self._number]
         with context.autocast.off():
             out: Tensor = kernels.recurrent(q, k, v, gates, states, metadata, **rule)
         context.scans += 1
@@ -242,7 +236,7 @@ def _shape(width: int, context: AttentionContext, module: Any) -> RecurrentShape
     rows = probe_rows((width,), like.dtype, like.device)
     rows = F.rms_norm(rows, rows.shape[-1:])[None]
     with scratch_weights(module):
-        own, calls = module(rows), _Calls(trial)
+        own, calls = module(rows), _Calls(trial, 0)
         standing = _stand_in(module, calls)
         trial.record(partial(_unused, "attention"))
         standing(rows)
@@ -267,6 +261,6 @@ def recurrent_stand_ins(
     made, shapes = dict[nn.Module, nn.Module](), list[RecurrentShape]()
     for module in filter(_own_forward, model.modules()):
         if (shape := trials.of(module, partial(_shape, width, context, module))) is not None:
-            made[module] = _stand_in(module, _Calls(context))
+            made[module] = _stand_in(module, _Calls(context, len(made)))
             shapes.append(shape)
     return made, shapes

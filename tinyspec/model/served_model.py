@@ -169,7 +169,8 @@ class ServedModel:
 
     def _attributes(self) -> dict[str, Any]:
         """By name, what a pass may count with or keep on modules."""
-        names = {m: name for tree in (self.root, self.model) for name, m in named(tree)}
+        trees = self.root, self.model
+        names = {m: name for tree in trees for name, m in tree.named_modules()}
         return {
             f"{name}.{key}".lstrip("."): value
             for module, name in names.items()

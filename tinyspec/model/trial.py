@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tinyspec.errors import named
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.checksum import same_bits
 
 logger = logging.getLogger("tinyspec")
 T = TypeVar("T")
@@ -39,12 +40,11 @@ def probe_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     return (x * sizes.view(-1, *[1] * len(shape))).to(device, dtype)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def alike(found: Tensor, own: Tensor) -> bool:
     """Whether two tensors are equal bit for bit, and not constant: that would prove nothing."""
-    if a.shape != b.shape or a.dtype != b.dtype or not len(a):
+    if found.shape != own.shape or found.dtype != own.dtype or not len(own):
         return False
-    same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    return same and bool(a.min() != a.max())
+    return same_bits(found, own) and bool(own.min() != own.max())
 
 
 def close(found: Tensor, own: Tensor, roundings: int = ROUNDINGS) -> bool:
