@@ -30,5 +30,5 @@ def test_assistants_learn(tmp_path):
     before = distance(pair.distilled(small, 1, steps=0))
     path = pair.made("1", tmp_path, steps=12)
     written = (path / "model.safetensors").stat().st_mtime_ns
-    assert distance(pair.bundled(path)) < before / 2
+    assert distance(pair.bundled(path)) < 0.8 * before
     assert pair.made("1", tmp_path).joinpath("model.safetensors").stat().st_mtime_ns == written

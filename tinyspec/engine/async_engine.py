@@ -15,7 +15,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.engine.async_worker import URGENT, AsyncWorker, Call
 from tinyspec.engine.driver import not_copied
 from tinyspec.engine.engine import Engine, Params
-from tinyspec.engine.input_processor import checked_priority, load
+from tinyspec.engine.input_processor import checked_priority, loaded
 from tinyspec.engine.results import scores_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -95,9 +95,9 @@ class AsyncEngine:
         **given: Any,
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
-        model, tokenizer = load(name_or_path, dtype, device, **given)
         limits: Any = {"max_requests": max_requests, "max_waiting": max_waiting}
-        return cls(model, tokenizer, config, **limits, stream_interval=stream_interval)
+        parts = loaded(name_or_path, dtype, device, config, **given)
+        return cls(*parts, **limits, stream_interval=stream_interval)
 
     __reduce__ = not_copied
 

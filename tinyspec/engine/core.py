@@ -37,6 +37,8 @@ from tinyspec.thinking.thinker import Thinker
 
 # Records of passes that are kept without a trace.
 RECORDS_KEPT = 1000
+# What drafts of no drafter are called.
+WITHOUT = {FAST_PATH: "fast path", GIVEN: "given"}
 # Columns of the sequence table: code of the user's, or more than ids, has part in sampling or
 # committing what a sequence gets.
 SPECIAL = ("special_sampling", "special_commit", "scores_prompt")
@@ -68,7 +70,7 @@ class EngineCore:
         # Drafts since the latest pass, and what their sources are called, by what the column
         # ``proposed`` has of them.
         self._drafted: Counter[int] = Counter()
-        self._sources: dict[int, str] = {}
+        self._sources = WITHOUT
         # Of the latest ``propose``: each drafter but models, its drafts, and seconds they took.
         self._asked: dict[int, tuple[Drafter, int, float]] = {}
 
@@ -80,7 +82,7 @@ class EngineCore:
         self._asked, self.scheduler.chosen = {}, 0
         if self._is_under_way:
             return
-        self._sources = {FAST_PATH: "fast path", GIVEN: "given"}
+        self._sources = dict(WITHOUT)
         models: dict[int, PreTrainedModel] = {}
         asks: dict[int, Drafter] = {}
         if table.any("drafter"):

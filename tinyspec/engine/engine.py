@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tinyspec.determinism.fingerprint import ExtraModules
 from tinyspec.drafts.drafter import in_order, make_drafter
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.driver import not_copied
-from tinyspec.engine.input_processor import InputProcessor, checked_priority, load, load_drafter
+from tinyspec.engine.input_processor import InputProcessor, checked_priority, loaded
 from tinyspec.engine.request_tracker import ASKED, RequestTracker
 from tinyspec.engine.results import EventStream, output_of, scores_of
 from tinyspec.engine.trace import Trace
@@ -102,9 +101,8 @@ class Engine:
         admission.checkpoints.on = bool(served.recurrent)
         check_parity(served, runner)
         self.core = EngineCore(config, admission, runner, tokenizer, self._thinker)
-        for one in in_order(drafter):
-            if isinstance(one, PreTrainedModel):
-                self.core.assistant.serve(one)
+        if isinstance(assistant := in_order(drafter)[-1], PreTrainedModel):
+            self.core.assistant.serve(assistant)
         if not self._grows:
             pool.resize(runner.most_pages())
         self.contract = Contract(runner, self._served_blocks(served), self._renew)
@@ -176,22 +174,16 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         config: EngineConfig | None = None,
-        drafter: str | Path | None = None,
         **given: Any,
     ) -> Engine:
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one.
 
-        drafter: "ngram", or another model's name or folder, which is loaded with the dtype of this
-        one. given: as transformers' from_pretrained takes it: ``revision, trust_remote_code, token,
-        cache_dir, local_files_only, subfolder`` (of the tokenizer too), ``variant,
-        use_safetensors, quantization_config, attn_implementation``; lora: PEFT's adapter. Where no
-        tokenizer was saved, prompts are token ids. Raises ValueError naming what cannot be served.
+        given: transformers' ``revision, trust_remote_code, token, cache_dir, local_files_only,
+        subfolder`` (of the tokenizer too), ``variant, use_safetensors, quantization_config,
+        attn_implementation``; lora: PEFT's adapter; drafter: see ``loaded``. Where no tokenizer was
+        saved, prompts are token ids. Raises ValueError naming what cannot be served.
         """
-        model, tokenizer = load(name_or_path, dtype, device, **given)
-        if drafter is not None:
-            found = load_drafter(drafter, model, tokenizer)
-            config = replace(config or EngineConfig(), drafter=found)
-        return cls(model, tokenizer, config)
+        return cls(*loaded(name_or_path, dtype, device, config, **given))
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""

@@ -277,18 +277,29 @@ def load(
     return model.to(place) if moves else model, tokenizer
 
 
-def load_drafter(name: str | Path, model: PreTrainedModel, tokenizer: Any) -> Any:
-    """What ``EngineConfig.drafter`` takes for "ngram", or for the name or folder of a model, with
-    dtype and device of ``model``. Raises ValueError for one with other tokens."""
-    if name == "ngram":
-        return name
-    drafter, own = load(name, model.dtype, model.device)
-    if own is not None and tokenizer is not None:
-        size = vocab_size(model)
-        known, wanted = (
-            {token: n for token, n in each.get_vocab().items() if n < size}
-            for each in (own, tokenizer)
-        )
-        if known != wanted:
-            raise refuse("drafter", str(name), "a model with the tokens of the one served")
-    return drafter
+def loaded(
+    name_or_path: str | Path,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device,
+    config: EngineConfig | None,
+    drafter: str | Path | None = None,
+    **given: Any,
+) -> tuple[Any, Any, EngineConfig | None]:
+    """As ``load``, and ``config``, with a ``drafter`` where one is given: "ngram", or the name or
+    folder of a model, which gets the other's dtype and device. Raises ValueError for one with other
+    tokens."""
+    model, tokenizer = load(name_or_path, dtype, device, **given)
+    if drafter is None:
+        return model, tokenizer, config
+    found: Any = drafter
+    if drafter != "ngram":
+        found, own = load(drafter, model.dtype, model.device)
+        if own is not None and tokenizer is not None:
+            size = vocab_size(model)
+            known, wanted = (
+                {token: n for token, n in each.get_vocab().items() if n < size}
+                for each in (own, tokenizer)
+            )
+            if known != wanted:
+                raise refuse("drafter", str(drafter), "a model with the tokens of the one served")
+    return model, tokenizer, replace(config or EngineConfig(), drafter=found)

@@ -33,6 +33,7 @@ from tinyspec.scheduler.sequence_table import Array
 NUMBERS = ("key", "temperature", "top_k", "top_p", "min_p")
 # Numbers of noise that are kept at most: 128 MB of them.
 MOST_NOISE = 1 << 25
+NO_NOISE = torch.empty((0, 0), dtype=torch.float32, device="cpu")
 # Where tokens come from outside logits are what is wanted.
 SUPPLIED = SpecialRow(SamplingParams(), 0, [], keeps=frozenset({"logits"}))
 
@@ -190,7 +191,7 @@ class Sampler:
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
         # Noise that is kept [n, V], and where that of a key and a position is.
-        self._noise = torch.empty(0, 0)
+        self._noise = NO_NOISE
         self._at: dict[tuple[int, int], int] = {}
 
     def keep_noise(self, keys: Array, positions: Array, vocab_size: int) -> None:
@@ -198,13 +199,13 @@ class Sampler:
         noise is kept no longer, and none where it is much. The Triton kernel draws noise as it
         reads logits, and keeps none."""
         before, known = self._noise, self._at if self._noise.shape[1] == vocab_size else {}
-        self._noise, self._at = torch.empty(0, 0), {}
+        self._noise, self._at = NO_NOISE, {}
         if self.kernels.backend != "torch" or not 0 < len(keys) * vocab_size <= MOST_NOISE:
             return
         pairs = list(zip(keys.tolist(), positions.tolist(), strict=True))
         kept = [pair for pair in pairs if pair in known]
         new = [pair for pair in pairs if pair not in known]
-        numbers = torch.tensor(new, dtype=torch.int64).view(-1, 2)
+        numbers = torch.from_numpy(np.array(new, np.int64).reshape(-1, 2))
         drawn = gumbel(numbers[:, 0], numbers[:, 1], vocab_size)
         if kept:
             drawn = torch.cat([before[[known[pair] for pair in kept]], drawn])
@@ -276,8 +277,8 @@ class Sampler:
         if known and temperature is not None and columns[3] is None:
             assert keys is not None and positions is not None
             pairs = zip(keys.tolist(), positions.tolist(), strict=True)
-            places = torch.tensor([self._at.get(pair, -1) for pair in pairs])
-            if bool(((places >= 0) | torch.from_numpy(temperature <= 0)).all()):
+            places = np.array([self._at.get(pair, -1) for pair in pairs])
+            if ((places >= 0) | (temperature <= 0)).all():
                 return self._drawn_with(self._noise[places], rows, temperature, logprobs)
         *noise, forced = (None if c is None else to_device(c, rows.device) for c in columns)
         found: tuple[Tensor, Tensor | None] = self.kernels.sample(

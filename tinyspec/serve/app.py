@@ -44,7 +44,7 @@ BOUNDS = 8 * 2**20, 60.0
 SHORT = 2**12
 # What a response has that is no function of the request.
 NEVER = {"id", "call_id", "created", "created_at", "completed_at"}
-NEVER |= {"prompt_tokens_details", "input_tokens_details"}
+NEVER |= {"prompt_tokens_details", "input_tokens_details", "completion_tokens_details"}
 # Endpoints for text: what they are asked, and how they answer.
 REPLIES: dict[Any, type[replies.Reply]] = {
     protocol.ChatRequest: replies.ChatReply,
@@ -240,8 +240,8 @@ class Server:
     @while_connected
     async def audit(self, body: protocol.AuditRequest, http: Request) -> dict[str, Any]:
         """Whether this engine gives a response again: it is replayed along its own tokens, in a few
-        canonical passes, and rendered as it was; whatever it says is compared, but for ids, times
-        and cached tokens.
+        canonical passes, and rendered as it was; whatever it says is compared, but for ids,
+        times, cached tokens and drafts.
 
         The verdict: "same", "differs", or "not comparable" for a request that was plain or another
         engine's, and the reason.
