@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,8 @@ transformers.logging.set_verbosity_error()
 ROW_COUNTS = (2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
 # Tiny models are quickest so; tests in which threads matter ask for more.
 torch.set_num_threads(1)
+# A shell that runs pytest in the background may have it ignored; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

@@ -122,7 +122,7 @@ def test_the_peak_of_a_call(case):
             asked = {"tokens": tokens, "deterministic": deterministic}
             watch, _ = watched(lambda: generate(model, prompts, **asked))
             assert watch.live <= pool_of(model)[1] + len(prompts) * (400 + tokens) * 8
-            return watch.most
+            return watch.most + pool_of(model)[1]  # which no operator makes
 
         pages = needed(prompts, 4, page_size=128) * page_bytes(model, 128)
         short = peak(4)

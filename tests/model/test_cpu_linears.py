@@ -400,5 +400,5 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
         done = drain(engine)
         passes = engine.records[first:]
         assert bits(done[request_id]) == alone
-    assert sum(record.left_out == 2 for record in passes) > 3
+    assert sum(record.left_out > 0 for record in passes) > 3
     assert all(record.way for record in passes if record.canonical and record.bucket > 16)

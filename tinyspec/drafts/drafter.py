@@ -106,7 +106,8 @@ def assistant_refusal(model: PreTrainedModel, served: PreTrainedModel) -> str | 
 
 def in_order(drafter: Any) -> tuple[Drafter | PreTrainedModel, ...]:
     """What ``make_drafter`` has made, one by one: who follows drafts where those before do not."""
-    return drafter if isinstance(drafter, tuple) else (drafter,)
+    several = isinstance(drafter, tuple) and not isinstance(drafter, Drafter)
+    return drafter if several else (drafter,)
 
 
 def source_of(drafter: Drafter | PreTrainedModel) -> str:
