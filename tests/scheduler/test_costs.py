@@ -47,6 +47,16 @@ def test_more_rows_cost_no_less_and_no_more_a_row(seed):
     assert kept.seconds(64, False) == 7.5, "half of it grows"
 
 
+def test_what_ran_long_ago_costs_no_more_than_it_did():
+    """One row's cost alone tells little of sixteen's."""
+    costs = PassCosts()
+    ran(costs, KEPT, 16, 2.0)
+    ran(costs, RECENT, 1, 1.0)
+    assert costs.seconds(16, False) == 2.0 < costs.seconds(20, False)
+    ran(costs, RECENT, 1, 0.1)
+    assert costs.seconds(16, False) < 1.0, "all take less by now"
+
+
 def test_two_kinds_and_what_is_known_of_one():
     costs = PassCosts()
     ran(costs, 3, 4, 1.0)

@@ -62,8 +62,8 @@ class PassCosts:
 
     def seconds(self, rows: int, apart: bool) -> float:
         """What a pass costs: between row counts that ran, in proportion; beyond them half of the
-        nearest one's grow with the rows. No more than passes took that were not settled, if none
-        was."""
+        nearest one's grow with the rows. No more than passes of these rows took, where none ran of
+        late: if they take longer now, the next one tells."""
         if (key := (rows, apart)) in self._told:
             return self._told[key]
         if apart not in self._fitted:
@@ -78,8 +78,8 @@ class PassCosts:
         else:
             nearest = min(place, len(sizes) - 1)
             found = costs[nearest] * (1 - GROWS + GROWS * rows / sizes[nearest])
-        if key not in self._last:
-            found = min(found, self._bounds.get(key, inf))
+        if self._number - self._at.get(key, -RECENT) >= RECENT:
+            found = min(found, self._medians.get(key, inf), self._bounds.get(key, inf))
         self._told[key] = found
         return found
 
