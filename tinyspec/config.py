@@ -33,9 +33,11 @@ _PAGE = allowed(
     f"a power of two up to {MAX_PAGE_SIZE}",
     lambda x: is_int(x) and 0 < x <= MAX_PAGE_SIZE and not x & (x - 1),
 )
+# Drafters that have a name.
+NAMED = ("ngram", "mtp")
 _DRAFTER = allowed(
     'None, "ngram", "mtp", a model, ("ngram", model or "mtp") or a Drafter',
-    lambda x: not isinstance(x, str) or x in ("ngram", "mtp"),
+    lambda x: not isinstance(x, str) or x in NAMED,
 )
 
 

@@ -13,7 +13,7 @@ from tests.support.mixes import bits, crowd, needles
 from tests.support.pages import check_residents
 from tests.support.recorded import as_on_a_gpu
 from tests.support.zoo import tiny as of_zoo
-from tinyspec import EngineConfig, SamplingParams, patch, unpatch
+from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
 from tinyspec.drafts.mtp import HeadRunner
 from tinyspec.scheduler.scheduler import Scheduler
 
@@ -162,3 +162,11 @@ def test_checkpoints_without_one(tmp_path):
     model.config.name_or_path = str(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"drafter='mtp'.*cannot be read"):
         engine_of(model, drafter="mtp")
+
+
+def test_by_name(tmp_path):
+    """It is no model's name."""
+    right_one(tmp_path)
+    config = EngineConfig(max_model_len=64)
+    with Engine.from_pretrained(tmp_path, drafter="mtp", config=config) as engine:
+        assert engine.config.drafter == "mtp" and hasattr(engine.drafter, "mtp_head")

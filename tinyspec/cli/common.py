@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv_dtype": {"choices": KV_DTYPES, "help": "of the KV cache (default: auto)"},
     "drafter": {
         "metavar": "NAME",
-        "help": "ngram, or name or folder of a smaller model with the same tokens",
+        "help": "ngram, mtp, or name or folder of a smaller model with the same tokens",
     },
     "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
 }

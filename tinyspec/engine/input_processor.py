@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_files
 
-from tinyspec.config import EngineConfig
+from tinyspec.config import NAMED, EngineConfig
 from tinyspec.determinism.fingerprint_parts import Parts
 from tinyspec.drafts.drafter import Drafter
 from tinyspec.engine.prompts import as_prompts, continuation_ids, to_token_ids
@@ -285,14 +285,14 @@ def loaded(
     drafter: str | Path | None = None,
     **given: Any,
 ) -> tuple[Any, Any, EngineConfig | None]:
-    """As ``load``, and ``config``, with a ``drafter`` where one is given: "ngram", or the name or
-    folder of a model, which gets the other's dtype and device. Raises ValueError for one with other
-    tokens."""
+    """As ``load``, and ``config``, with a ``drafter`` where one is given: "ngram", "mtp", or the
+    name or folder of a model, which gets the other's dtype and device. Raises ValueError for one
+    with other tokens."""
     model, tokenizer = load(name_or_path, dtype, device, **given)
     if drafter is None:
         return model, tokenizer, config
     found: Any = drafter
-    if drafter != "ngram":
+    if drafter not in NAMED:
         found, own = load(drafter, model.dtype, model.device)
         if own is not None and tokenizer is not None:
             size = vocab_size(model)
