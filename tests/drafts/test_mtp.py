@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import cache_utils, modeling_layers
 
 from tests.support.cases import bits_of, engine_of, model_of, one_by_one, run, text, whole
@@ -161,6 +162,16 @@ def test_checkpoints_without_one(tmp_path):
         engine_of(model, drafter="mtp")
     model.config.name_or_path = str(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"drafter='mtp'.*cannot be read"):
+        engine_of(model, drafter="mtp")
+
+
+def test_a_head_in_parts(tmp_path):
+    """What it lacks is named, and never drawn at random."""
+    model, file = right_one(tmp_path), tmp_path / "model.safetensors"
+    kept = load_file(file)
+    del kept["mtp.layers.0.mlp.up_proj.weight"]
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0\.mlp\.up_proj\.weight"):
         engine_of(model, drafter="mtp")
 
 
