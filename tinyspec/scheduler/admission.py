@@ -126,9 +126,9 @@ class Admission:
     def _fits(self, sequence: Sequence) -> bool:
         """Whether pages are likely to last if a sequence starts. Later another completion of a
         prompt may have to compute it again, so that once it starts where pages are scarce, too."""
-        pages = self._shared(sequence)[0]
+        source, pages, _ = self._shared(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
-        once = self._source(sequence) is not None and not sequence.stats.preemptions
+        once = source is not None and not sequence.stats.preemptions
         others = 0 if once else len(self.table)
         free = self.pool.num_free - len(self.pool.idle.keys() & pages)
         return free >= need + others or not len(self.table)
@@ -141,20 +141,19 @@ class Admission:
         done = (each for each in others if each.running and each.computed >= tokens)
         return next((each for each in done if self.checkpoints.reaches(each.row, tokens)), None)
 
-    def _shared(self, sequence: Sequence) -> tuple[list[int], int]:
-        """The full pages that a waiting sequence starts from, its ``_source``'s or those of the
-        prefix cache, and how many positions, from the first, are canonical."""
+    def _shared(self, sequence: Sequence) -> tuple[Sequence | None, list[int], int]:
+        """The ``_source`` of a waiting sequence, the full pages that it starts from, that one's or
+        those of the prefix cache, and how many positions, from the first, are canonical."""
         size, tokens = self.pool.page_size, sequence.request.num_prompt - 1
         if (source := self._source(sequence)) is not None:
-            return source.pages[: tokens // size], source.canonical
+            return source, source.pages[: tokens // size], source.canonical
         pages, canonical = self.prefix.match(sequence)
-        return pages, canonical * size
+        return None, pages, canonical * size
 
     def _start(self, sequence: Sequence) -> None:
         """Let a waiting sequence run, from what it shares. The last token runs all the same, for
         its logits."""
-        table, source = self.table, self._source(sequence)
-        pages, canonical = self._shared(sequence)
+        table, (source, pages, canonical) = self.table, self._shared(sequence)
         self.waiting.remove(sequence)
         sequence.enter(table, self._window)
         self.pool.adopt(pages)
