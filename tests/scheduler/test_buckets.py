@@ -35,8 +35,8 @@ def test_long_prompts_fill_plain_passes(whole_ladder):
     """Beyond the row counts that are near each other a smaller bucket is filled rather than a large
     one left empty, unless it does not hold the sequences that decode."""
     buckets = Buckets(2048, 32, LADDER["cpu"], one_list=True)
-    assert [buckets.room(1, rows) for rows in (5, 600, 1000, 3000)] == [5, 512, 1000, 2048]
-    assert buckets.room(513, 600) == 600
+    assert [buckets.room(1, rows) for rows in (5, 530, 1000, 3000)] == [5, 512, 1000, 2048]
+    assert buckets.room(513, 530) == 530
     for rows in range(1, 2049):
         room = buckets.room(1, rows)
         assert room <= rows and 4 * room >= 2 * rows

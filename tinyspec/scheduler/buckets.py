@@ -24,7 +24,7 @@ FINE = 128
 # The row counts that may be canonical, by device kind; of others a GPU's. Plain passes on a CPU
 # have these as well, and 1.
 LADDER = {
-    "cpu": (*row_counts(FINE)[1:], 192, 256, 512, 1024, 2048),
+    "cpu": (*row_counts(FINE)[1:], 192, 256, 384, 512, 768, 1024, 1536, 2048),
     "cuda": (8, 32, 128, 256, 512, 2048),
 }
 # More sequences than these have a bucket of their own, in which all decode at once.
