@@ -145,7 +145,7 @@ MOVES_NONE = {
         "SHARE, TRIAL, REMEMBERS = 0.03",
     ),
     "how far a stop string reaches": (
-        "text/stop_strings.py",
+        "text/decoding.py",
         "for stop in stops) + 1",
         "for stop in stops)",
     ),

@@ -17,7 +17,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams, audit
 from tinyspec.determinism.fingerprint_parts import differences, text_digest
 from tinyspec.engine.results import output_of
 from tinyspec.outputs import Completion, CompletionStats, RequestOutput, StreamEvent
-from tinyspec.text.stream import TextStream
+from tinyspec.text.decoding import TextStream
 from tinyspec.tools.demo import BUNDLED
 
 TEXT = "The quick brown 🦊 jumps over 13 lazy 🐕‍🦺, naïvely — 東京タワー. THE END\n\n  two  spaces"

@@ -17,7 +17,7 @@ import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.serve.guard import Failure
-from tinyspec.text.stream import TextStream
+from tinyspec.text.decoding import TextStream
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}

@@ -11,8 +11,7 @@ from tests.support.script import Recites
 from tests.support.serving import MODEL, running, speaking
 from tests.support.tokenizers import KINDS, tokenizer_of
 from tinyspec import SamplingParams, audit
-from tinyspec.text.decoding import INCOMPLETE, bytes_of, decode, decode_behind
-from tinyspec.text.stream import TextStream, text_of
+from tinyspec.text.decoding import INCOMPLETE, TextStream, bytes_of, decode, decode_behind, text_of
 
 SMILE = "\N{GRINNING FACE}"
 STRIPPING = ("pieces", "metaspace")

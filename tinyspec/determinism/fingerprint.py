@@ -50,19 +50,18 @@ NAMES = (
     ("scheduler/checkpoints.py", "Checkpoints", "move"),
     ("scheduler/thoughts.py", "Thoughts", "end added"),
     ("engine/commit.py", "Committer", "_commit_newest _append_one_by_one _finish stops"),
-    ("structured/grammars.py", "", "MOST_STATES"),
+    ("structured/grammars.py", "", "MOST_STATES IN_FRONT vocabulary Spelling"),
     ("structured/grammars.py", "Reader", "__init__ read next _sound"),
     ("structured/grammars.py", "Grammar", "allowed _read _reader"),
     ("structured/grammars.py", "Grammars", "of _compile"),
     ("structured/schemas.py", "", "LAYOUT FORMATS EMPTY ANY STRINGS DATA NAMED IN_PLACE ABOUT"),
     ("structured/schemas.py", "", "LARK readable readable_grammar walk _readable _simplify _names"),
-    ("structured/spelling.py", "", "IN_FRONT vocabulary Spelling"),
     ("drop_in/run.py", "WideRows", "_sample _note_ends"),
 )
 # And, for requests whose tokens depend on text:
 OF_TEXT = (
-    ("text/decoding.py", "", "INCOMPLETE MOST_BEFORE decode decode_behind"),
-    ("text/stop_strings.py", "", "FEW reach decoded first_stop"),
+    ("text/decoding.py", "", "INCOMPLETE MOST_BEFORE FEW decode decode_behind"),
+    ("text/decoding.py", "", "reach decoded first_stop"),
 )
 
 

@@ -29,10 +29,9 @@ from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.packing import samples
 from tinyspec.runner.sampler import NOT_FINITE, Sampler
-from tinyspec.scheduler.acceptance import Acceptance
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.scheduler.costs import charged_since, clocks
+from tinyspec.scheduler.costs import Acceptance, charged_since, clocks
 from tinyspec.scheduler.passes import FAST_PATH, PROMPT
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import NONE, Scheduler

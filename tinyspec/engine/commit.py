@@ -23,7 +23,7 @@ from tinyspec.scheduler.passes import DRAFT, PROMPT, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.step import DRAFTING, Step
-from tinyspec.text.stop_strings import FEW, decoded, first_stop, reach
+from tinyspec.text.decoding import FEW, decoded, first_stop, reach
 
 
 @dataclass(eq=False)

@@ -12,8 +12,7 @@ from typing import Any
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent, Thought
 from tinyspec.scheduler.request import Request, Sequence
-from tinyspec.text.decoding import decode
-from tinyspec.text.stream import TextStream, text_of
+from tinyspec.text.decoding import TextStream, decode, text_of
 
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:

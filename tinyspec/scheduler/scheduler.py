@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from tinyspec.config import EngineConfig
-from tinyspec.scheduler.acceptance import Acceptance
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.costs import Acceptance
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 from tinyspec.scheduler.step import DIRECT, DRAFTING, PADDED, Step
 

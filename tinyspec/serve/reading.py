@@ -18,8 +18,7 @@ from tinyspec.outputs import StreamEvent
 from tinyspec.sampling_params import STRUCTURES, SamplingParams
 from tinyspec.serve.schemas import answer_rule
 from tinyspec.serve.tools import Call, ToolFormat, format_of
-from tinyspec.text.decoding import decode
-from tinyspec.text.stream import TextStream
+from tinyspec.text.decoding import TextStream, decode
 
 # Stand in a text for the tokens that begin and end a thought, as those of ``tools`` for calls.
 THINK, THOUGHT = "\x04\ud800", "\x05\ud800"

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.serve.reading import Reading
-from tinyspec.text.decoding import INCOMPLETE, bytes_of
-from tinyspec.text.stream import TextStream
+from tinyspec.text.decoding import INCOMPLETE, TextStream, bytes_of
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
 LEAST_LOGPROB = -9999.0

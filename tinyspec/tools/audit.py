@@ -17,7 +17,7 @@ from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.text.stream import text_of
+from tinyspec.text.decoding import text_of
 from tinyspec.tools.diff import (
     DIFFERS,
     NOT_COMPARABLE,
