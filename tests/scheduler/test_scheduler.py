@@ -321,6 +321,18 @@ def test_preemption_order():
     assert not simulation.requests[0].finished
 
 
+def test_no_more_prompts_start_than_the_pool_holds():
+    """What those that have started lack counts as taken: nobody is preempted before it grows."""
+    settings = {"reference_rows": 4, "max_rows": 64, "prefix_cache": False}
+    simulation = Simulation(0, num_pages=14, page_size=8, **settings)
+    for _ in range(4):
+        simulation.add(prompt=40, new=8, deterministic=False)
+    simulation.step()
+    assert len(simulation.admission.running) == 2
+    simulation.run()
+    assert simulation.admission.stats.preemptions == 0
+
+
 def test_left_out_happens():
     """Control: more decoders than a canonical pass holds, beside a deterministic prompt."""
     simulation = Simulation(1, 2000, reference_rows=4, max_rows=64)

@@ -33,8 +33,9 @@ class Drafter(Protocol):
     """Anything with this method may be given as ``EngineConfig.drafter``."""
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
-        """Up to ``n`` tokens to follow each of ``sequences``; an empty list leaves a sequence to
-        the fast path."""
+        """Up to ``n`` tokens to follow each of ``sequences``, which are prompt and answer so far;
+        an empty list leaves a sequence to the fast path. Proposals end before the first id that is
+        no token of the model; what is raised ends the request it was asked for."""
         ...
 
 
@@ -145,7 +146,7 @@ def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -
         return choice
     if isinstance(choice, Drafter):
         return choice
-    allowed = '"ngram", "mtp", a model, ("ngram", one of these), or anything with propose'
+    allowed = '"ngram", "mtp", a model, ("ngram", model or "mtp"), or anything with propose'
     raise refuse(field, choice, f"None, {allowed}(sequences, n)")
 
 

@@ -124,14 +124,18 @@ class Admission:
         return first is not None and any((first, kind) in begun for kind in kinds)
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether pages are likely to last if a sequence starts. Later another completion of a
-        prompt may have to compute it again, so that once it starts where pages are scarce, too."""
-        source, pages, _ = self._shared(sequence)
+        """Whether pages are likely to last if a sequence starts: for the present tokens of all, or
+        a page more for each. Later another completion of a prompt may have to compute it again, so
+        that once it starts where pages are scarce, too."""
+        table, (source, pages, _) = self.table, self._shared(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
-        once = source is not None and not sequence.stats.preemptions
-        others = 0 if once else len(self.table)
+        if source is None or sequence.stats.preemptions:
+            lacking = (
+                table.length[table.rows] // self.pool.page_size + 1 - table.num_pages[table.rows]
+            )
+            need += int(np.maximum(lacking, 1).sum())
         free = self.pool.num_free - len(self.pool.idle.keys() & pages)
-        return free >= need + others or not len(self.table)
+        return free >= need or not len(table)
 
     def _source(self, sequence: Sequence) -> Sequence | None:
         """Another completion, which runs, has computed all but the last token of their prompt, and
@@ -229,8 +233,8 @@ class Admission:
         return found
 
     def preempt(self, sequence: Sequence) -> None:
-        """Give back a running sequence's pages and queue it; it is computed again, to the same
-        bits."""
+        """Give back a running sequence's pages, if it has any yet, and queue it; it is computed
+        again, to the same bits."""
         self._stop(sequence)
         sequence.stats.preemptions += 1
         self.stats.preemptions += 1
