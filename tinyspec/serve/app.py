@@ -316,7 +316,9 @@ def create_app(
 ) -> FastAPI:
     """The application for one server. api_key, bounds: as ``Guard`` has them. origins: of pages
     that may ask in a browser, or "*"."""
-    app = FastAPI(title="tinyspec", default_response_class=AsciiJSON, responses=FAILURES)
+    own = metadata.version("tinyspec")
+    given: Any = {"default_response_class": AsciiJSON, "responses": FAILURES}
+    app = FastAPI(title="tinyspec", version=own, **given)
     app.add_middleware(Guard, api_key=api_key, bounds=bounds)
     if origins:
         every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
@@ -362,7 +364,7 @@ def create_app(
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": metadata.version("tinyspec")}
+        return {"version": own}
 
     @app.get("/load")
     async def load() -> dict[str, int]:
