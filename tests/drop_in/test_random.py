@@ -17,17 +17,8 @@ from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
 import tinyspec
 from tests.support.at_random import check_at_random
-from tests.support.drop_in import (
-    PAD,
-    SMALL,
-    AfterEven,
-    AtMultiples,
-    alone,
-    own,
-    patched,
-    processors_of,
-    random_ids,
-)
+from tests.support import drop_in
+from tests.support.drop_in import PAD, SMALL, alone, own, patched, random_ids
 from tests.support.judge import padded
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
@@ -67,8 +58,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": ((2, 1.6),),
     "eos_token_id": (9, STOPS, list(range(1, 128, 5))),
     "remove_invalid_values": (True, False),
-    "logits_processor": ([Alone(AfterEven())],),
-    "stopping_criteria": ([Alone(AtMultiples())],),
+    "logits_processor": ([Alone(drop_in.AfterEven())],),
+    "stopping_criteria": ([Alone(drop_in.AtMultiples())],),
 }
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (0.4, 1.0, 1.7),
@@ -194,7 +185,7 @@ def filtered_otherwise(
 ) -> list[int]:
     """Steps at which other tokens are left than transformers' processors leave, or their scores
     are others."""
-    processors = processors_of(own(family), prompt, do_sample=True, **row)
+    processors = drop_in.processors_of(own(family), prompt, do_sample=True, **row)
     scores, logits = steps_of(found, place, len(tokens))
     wrong = []
     for n, token in enumerate(tokens):
