@@ -81,8 +81,8 @@ class Rows:
 
 
 def drafted(model, asked, drafter, judge=None, **settings):
-    """Outputs and statistics with a drafter. No page is lost, and deterministic outputs have the bits
-    and the fingerprint that an engine without one gives them; judge: its settings."""
+    """Outputs and statistics with a drafter. No page is lost, deterministic outputs have the bits
+    and the fingerprint that an engine without one gives them. judge: its settings."""
     exact = [pair for pair in asked if pair[1].deterministic]
     with engine_of(model, **(judge or {"page_size": 8})) as engine:
         expected = run(engine, exact)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.drafts.test_assistant import drafted, perturbed
-from tests.support.cases import bits_of, engine_of, model_of, run, text
+from tests.support.cases import bits_of, engine_of, model_of, text
 from tests.support.serving import COMPLETIONS, running
 from tests.support.tiny import tiny
 from tests.support.tokenizers import tokenizer_of

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 from transformers import generation as hf
 
-from tests.support.hooks import Backwards, Only, Sure, Until
 from tests.support import judge
+from tests.support.hooks import Backwards, Only, Sure, Until
 from tests.support.judge import BASE, BLOCK, MASK, ROWS, by_row, greedy, joined, listen, one, pair
 from tests.support.tiny import VOCAB
 from tinyspec import generate

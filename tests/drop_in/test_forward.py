@@ -21,7 +21,7 @@ from tests.support.judge import padded
 from tests.support.recorded import as_on_a_gpu
 from tests.support.zoo import VOCAB, prompts
 from tests.support.zoo import tiny as zoo_tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, canonical
+from tinyspec import EngineConfig, SamplingParams, UnsupportedModelError, canonical
 
 KINDS = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "phi3", "qwen3", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)

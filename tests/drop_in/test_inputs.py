@@ -10,9 +10,9 @@ import torch
 from transformers.generation import MaxLengthCriteria
 
 import tinyspec
+from tests.support import judge
 from tests.support.budget import first
 from tests.support.hooks import Backwards, Until
-from tests.support import judge
 from tests.support.judge import BASE, BLOCK, PAD, ROWS, by_row, greedy, joined, listen, one, pair
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import generate
@@ -24,7 +24,7 @@ LEFT, LEFT_MASK = BLOCK, judge.MASK
 RIGHT, RIGHT_MASK = judge.padded(ROWS, "right")
 
 
-def judge():
+def transformers_own():
     """What transformers generates behind ``ROWS``, one by one, in the place of the block."""
     return joined(LEFT, ROWS, by_row(pair()[1], ROWS, lambda: BASE))
 
@@ -50,7 +50,7 @@ FORMS = {
 
 def test_every_form_of_a_batch():
     model, _ = pair()
-    judged = judge()
+    judged = transformers_own()
     for name, form in FORMS.items():
         given, named = form()
         tokens = model.generate(*given, **named, **BASE)
@@ -88,7 +88,7 @@ def test_pads_without_a_mask():
         given = {"inputs": torch.tensor(ids), **BASE, **settings}
         assert torch.equal(model.generate(**given), own.generate(**given)), (ids, settings)
     prompt = [5, PAD, 9, 11, PAD, 33]
-    new = lambda ids: model.generate(ids, **BASE, deterministic=True)[0, -judge.NEW:]  # noqa: E731
+    new = lambda ids: model.generate(ids, **BASE, deterministic=True)[0, -judge.NEW :]  # noqa: E731
     for other in ([4], [4, 5, 6, 7, 8, 9]):
         assert torch.equal(new([prompt, other]), new([prompt]))
     assert not torch.equal(new(torch.tensor([prompt])), new([prompt])), "of a tensor it is padding"
@@ -109,12 +109,11 @@ PREPARED = {
 
 @pytest.mark.parametrize("name", PREPARED)
 def test_prompts_of_other_lengths_are_prepared_together(name, monkeypatch):
-    """Where transformers makes the same of each, of which tests/drop_in/test_random.py sees more."""
+    """Where transformers makes the same of each; what it makes: tests/drop_in/test_random.py."""
     (settings, times), counted = PREPARED[name], Mock(side_effect=prepare)
     monkeypatch.setattr(call.prepare, "prepare", counted)
     pair()[0].generate(ROWS, **BASE | settings)
     assert counted.call_count == times
-
 
 
 def test_a_row_of_one_token_and_a_flat_tensor():
@@ -153,7 +152,7 @@ def test_embeddings_of_tokens_are_the_tokens():
     model, _ = pair()
     embeds = model.get_input_embeddings()(LEFT).detach()
     settings = {**BASE, "inputs_embeds": embeds, "attention_mask": LEFT_MASK}
-    new = judge()[:, LEFT.shape[1] :]
+    new = transformers_own()[:, LEFT.shape[1] :]
     assert torch.equal(model.generate(**settings), new)
     off = model.generate(**settings | {"inputs_embeds": embeds.flip(-1)})
     assert not torch.equal(off, new), "control"

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tinyspec
-from tests.support.drop_in import PAD, greedy, own, patched, random_ids
+from tests.support.drop_in import greedy, own, patched, random_ids
 from tests.support.grpo import FAMILIES, PRECISIONS, steps
 from tests.support.tiny import tiny
 from tinyspec.tools.demo import BUNDLED
@@ -150,8 +150,6 @@ def test_a_method_over_the_forward(patched_first, forward):
         assert greedy(model, prompt, deterministic=True) == expected
         same = torch.equal(model(torch.tensor([prompt])).logits, logits)
         assert same or not forward
-
-
 
 
 @pytest.mark.crossed(4)

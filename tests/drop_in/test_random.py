@@ -2,7 +2,8 @@
 transformers' own for each row alone and without pads; and deterministic rows among others whose
 every parameter varies: their bits stay.
 
-Controls: the same checks against another parameter, or without ``deterministic``, fail."""
+Control: the same checks against another parameter fail; without ``deterministic``:
+tests/drop_in/test_continuous.py."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
 import tinyspec
-from tests.support.at_random import check_at_random
 from tests.support import drop_in
+from tests.support.at_random import check_at_random
 from tests.support.drop_in import PAD, SMALL, alone, own, patched, random_ids
 from tests.support.judge import padded
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
@@ -305,17 +306,3 @@ def test_control_other_filters_are_seen():
         tokens = found.sequences[0, len(prompt) :].tolist()
         assert filtered_otherwise("llama", prompt, tokens, asked, found, 0) == []
         assert filtered_otherwise("llama", prompt, tokens, asked | other, found, 0)
-
-
-@pytest.mark.parametrize("place", [0, 3])
-def test_control_plain_where_shapes_matter(place):
-    """That a row keeps its bits can fail: without the flag the crowd's size shows in them."""
-    prompts = [random_ids(n, n) for n in (9, 16, 3, 40, 1)]
-    asked = {"max_new_tokens": 9, "pad_token_id": PAD, **DICT}
-    for deterministic in (True, False):
-        of_all, of_one = (
-            sensitive().generate(given, deterministic=deterministic, **asked)
-            for given in (prompts, prompts[place : place + 1])
-        )
-        same = map(torch.equal, steps_of(of_all, place, 9), steps_of(of_one, 0, 9))
-        assert all(same) is deterministic

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 import tinyspec
-from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tests.support import judge
+from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tests.support.judge import BASE, BLOCK, MASK, NEW, ROWS, greedy, joined, listen, one, pair
 from tests.support.patience import PATIENCE
 from tinyspec.tools.demo import BUNDLED

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import zoo
+from tests.support import loading, zoo
 from tests.support.budget import first
-from tests.support import loading
 from tests.support.loading import CONFIG, DETERMINISTIC, PROMPTS, greedy, refused, tokens
 from tests.support.mixes import bits
 from tests.support.tiny import prompts, tiny

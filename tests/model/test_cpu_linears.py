@@ -28,7 +28,7 @@ from tinyspec.determinism.rows import agree, probe_pool
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model import one_dnn
-from tinyspec.model.cpu_linears import FEW_ROWS, LEAST_ROWS, SMALL_ELEMENTS, CpuLinear
+from tinyspec.model.cpu_linears import FEW_ROWS, SMALL_ELEMENTS, CpuLinear
 from tinyspec.model.linears import TRANSPOSED, RowTiles, kernel_stand_ins
 from tinyspec.model.one_dnn import serves
 from tinyspec.model.shadow import standing_in

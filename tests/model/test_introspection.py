@@ -26,11 +26,12 @@ def test_windows_and_chunks_of_any_size():
         )
 
 
+CAUSAL = masks.causal_mask_function
 UNKNOWN = {
     "both ways": lambda batch, head, q, kv: kv >= 0 * q,
     "without itself": lambda batch, head, q, kv: kv < q,
-    "every second": masks.and_masks(masks.causal_mask_function, lambda batch, head, q, kv: (q - kv) % 2 == 0),
-    "a prefix": masks.or_masks(masks.causal_mask_function, lambda batch, head, q, kv: kv < 3),
+    "every second": masks.and_masks(CAUSAL, lambda batch, head, q, kv: (q - kv) % 2 == 0),
+    "a prefix": masks.or_masks(CAUSAL, lambda batch, head, q, kv: kv < 3),
     "another window": masks.sliding_window_causal_mask_function(16),
 }
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.budget import first
 from tests.support import loading
+from tests.support.budget import first
 from tests.support.loading import CONFIG, DETERMINISTIC, PLAIN, PROMPTS, greedy, load, tokens
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, SamplingParams, doctor

@@ -20,8 +20,8 @@ import pytest
 
 from tests.serve.test_bodies import said as whole
 from tests.serve.test_bodies import streamed
-from tests.support.patience import PATIENCE
 from tests.support import serving
+from tests.support.patience import PATIENCE
 from tests.support.serving import CHAT, COMPLETIONS, MODEL, PROMPT, RESPONSES, events, running
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine
@@ -110,7 +110,8 @@ def test_long_texts(bundled, monkeypatch):
         assert {one.result().status_code for one in long} == {504}
 
 
-WRONG_KEYS = ("", "Bearer", "Bearer secre", "Bearer secret2", "Bearer Secret", "secret", "Bearer \xe9")
+WRONG_KEYS = ["", "Bearer", "secret"]
+WRONG_KEYS += [f"Bearer {word}" for word in ("secre", "secret2", "Secret", "\xe9")]
 
 
 def test_the_key(bundled):

@@ -140,54 +140,42 @@ def said(**own):
 
 # By code, which programs read: a body, and the message with its param, for who wrote the request.
 TOO_LONG = r"This model's maximum context length is 2048 tokens\. "
+AT, NO, NOT = r"messages\.1\.content", "is not allowed", "is not served"
+TOKENS = rf"max_completion_tokens=4000 {NO}: at most \d+ after \d+ prompt tokens"
+TEXT, XML, FORM = {"type": "text", "text": "a"}, {"type": "xml"}, {"type": "json_schema"}
 TOLD = {
     "unsupported_value": (
         (
-            said(content=[{"type": "text", "text": "a"}, IMAGE]),
-            r"messages\.1\.content\.1: image_url is not served, text, input_text or output_text is$",
+            said(content=[TEXT, IMAGE]),
+            rf"{AT}\.1: image_url {NOT}, text, input_text or output_text is$",
         ),
-        (said(role="wizard", content="x"), r"messages\.1\.role: wizard is not served, dev"),
+        (said(role="wizard", content="x"), rf"messages\.1\.role: wizard {NOT}, dev"),
         (
-            chat(response_format={"type": "xml"}),
-            r"response_format: xml is not served, text or json_object or json_schema is$",
+            chat(response_format=XML),
+            rf"response_format: xml {NOT}, text or json_object or json_schema",
         ),
-        (chat(tool_choice={"type": "x"}), "tool_choice: x is not served, function"),
-        ((RESPONSES, {"input": [{"type": "x"}]}), r"input\.0: x is not served, message"),
+        (chat(tool_choice={"type": "x"}), f"tool_choice: x {NOT}, function"),
+        ((RESPONSES, {"input": [{"type": "x"}]}), rf"input\.0: x {NOT}, message"),
     ),
     "invalid_type": (
-        (
-            said(content=5),
-            r"messages\.1\.content: 5 is not allowed: it should be a valid string or a valid list$",
-        ),
-        (
-            said(content=[5]),
-            r"messages\.1\.content\.0: 5 is not allowed: it should be a valid object$",
-        ),
-        ((COMPLETIONS, {"prompt": ["a", 1]}), r"prompt\.1: 1 is not allowed"),
+        (said(content=5), f"{AT}: 5 {NO}: it should be a valid string or a valid list$"),
+        (said(content=[5]), rf"{AT}\.0: 5 {NO}: it should be a valid object$"),
+        ((COMPLETIONS, {"prompt": ["a", 1]}), rf"prompt\.1: 1 {NO}"),
     ),
     "missing_required_parameter": (
-        (said(content=[{"type": "text"}]), r"messages\.1\.content\.0\.text: Field required$"),
-        (chat(response_format={"type": "json_schema"}), r"response_format\.json_schema: Field required$"),
+        (said(content=[{"type": "text"}]), rf"{AT}\.0\.text: Field required$"),
+        (chat(response_format=FORM), r"response_format\.json_schema: Field required$"),
     ),
     "invalid_value": (
         (said(content="abc \ud800"), r"messages='.ud800' is not"),
         (chat(stop=["a"] * 5), "stop: List should have at most 4"),
-        (
-            chat(temperature=3),
-            "temperature: 3 is not allowed: it should be less than or equal to 2$",
-        ),
+        (chat(temperature=3), f"temperature: 3 {NO}: it should be less than or equal to 2$"),
     ),
     "unsupported_parameter": ((chat(foo=1), "foo: this field is not served$"),),
     "context_length_exceeded": (
-        ((COMPLETIONS, {"prompt": LONG}), TOO_LONG + "prompt='3001 tokens' is not allowed"),
-        (
-            (COMPLETIONS, {"prompt": LONG * 100}),
-            TOO_LONG + "prompt='600000 characters' is not allowed",
-        ),
-        (
-            chat(max_completion_tokens=4000),
-            TOO_LONG + r"max_completion_tokens=4000 is not allowed: at most \d+ after \d+ prompt ",
-        ),
+        ((COMPLETIONS, {"prompt": LONG}), f"{TOO_LONG}prompt='3001 tokens' {NO}"),
+        ((COMPLETIONS, {"prompt": LONG * 100}), f"{TOO_LONG}prompt='600000 characters' {NO}"),
+        (chat(max_completion_tokens=4000), TOO_LONG + TOKENS),
     ),
 }
 

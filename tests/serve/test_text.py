@@ -3,21 +3,17 @@
 import asyncio
 import json
 from dataclasses import replace
-from typing import Literal
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import Response
-from pydantic import BaseModel
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.serve.guard import Failure
-from tinyspec.text.stream import TextStream
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}
@@ -290,7 +286,7 @@ def test_compliance_of_responses(served, kind):
     """The resource, whole and streamed: events in order, numbered, that build it."""
     asked = {"input": INPUTS[kind], "seed": 1, "deterministic": True, "tool_choice": "auto"}
     # Of which nothing is kept.
-    asked |= {"store": True, "include": ["reasoning.encrypted_content"], "reasoning": {"effort": None}}
+    asked |= {"store": True, "include": ["reasoning.encrypted_content"], "reasoning": {}}
     text = checked(served.post(RESPONSES, **asked).json())
     lines = served.post(RESPONSES, **asked, stream=True).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]

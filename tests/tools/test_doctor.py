@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
+from tests.support import sensitive
 from tests.support.cases import bits_of, drain
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
-from tests.support import sensitive
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
