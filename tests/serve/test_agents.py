@@ -83,6 +83,14 @@ def test_a_call_that_begins_follows_its_schema(server, monkeypatch, inner, paral
             sound(both(client, **plain)[0]["calls"])
 
 
+def test_text_is_free(server, monkeypatch):
+    """Also under strict, and where a call could have come."""
+    client = saying(server, monkeypatch, "the think a b { the")
+    said, reason = both(client, **ASKED | ONE)
+    assert said == {"content": "the think a b { the", "thought": "", "calls": []}
+    assert reason == "stop"
+
+
 def test_one_call_or_several(server, monkeypatch):
     """With text before, where the format has tokens for its markup; nothing follows the one."""
     if server.form is LLAMA:
