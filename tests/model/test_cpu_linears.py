@@ -28,7 +28,7 @@ from tinyspec.determinism.rows import agree, probe_pool
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
 from tinyspec.model import one_dnn
-from tinyspec.model.cpu_linears import FEW_ROWS, SMALL_ELEMENTS, CpuLinear
+from tinyspec.model.cpu_linears import FEW_ROWS, LEAST_ROWS, SMALL_ELEMENTS, CpuLinear
 from tinyspec.model.linears import TRANSPOSED, RowTiles, kernel_stand_ins
 from tinyspec.model.one_dnn import serves
 from tinyspec.model.shadow import standing_in
@@ -98,6 +98,15 @@ def test_rows_agree(size, threads, two_threads):
         for rows in (*([1] if small else []), 2, 3, 5, 8, 12, 15, 16, 17, 24, 64, 96, 128, 512):
             assert agree(served, [pool], rows, 32), rows
         assert not all(agree(own, [pool], rows, 32) for rows in (1, 2, 3))
+
+
+def test_which_plain_passes_run_otherwise(monkeypatch):
+    """Of small weights those of rows that canonical ones fill up, of others those of few rows."""
+    monkeypatch.setattr(linears, "few_rows", lambda threads: 4)
+    for size, most in (("small", LEAST_ROWS - 1), ("large", 4)):
+        _, served = stand_in(size)
+        differs = [served.differs_in_plain_passes(rows) for rows in (1, most, most + 1, 64)]
+        assert differs == [True, True, False, False]
 
 
 @pytest.mark.skipif(torch.float32 not in SERVED, reason="torch's default serves fp32 here")
