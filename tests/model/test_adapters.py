@@ -281,3 +281,16 @@ def test_attention_within_attention_is_served(make, deterministic):
     with Engine(model, config=CONFIG) as engine:
         outputs = engine.generate(prompts(3), params)
     assert [output.completions[0].token_ids for output in outputs] == expected
+
+
+def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
+    from peft.utils import hotswap
+
+    model, other = lora(), lora()
+    other.save_pretrained(tmp_path)
+    with Engine(model, config=UNPROVEN) as engine:
+        before = engine.fingerprint
+        hotswap.hotswap_adapter(model, str(tmp_path), "default")
+        after = engine.fingerprint
+    with Engine(model, config=UNPROVEN) as fresh:
+        assert fresh.fingerprint == after != before

@@ -8,12 +8,14 @@ import httpx
 import openai
 import pytest
 from openai.types.responses import Response
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.serve.guard import Failure
+from tinyspec.text.stream import TextStream
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}
@@ -300,3 +302,23 @@ def test_compliance_of_responses(served, kind):
     assert checked(events[-1]["response"]) == text
     items = {event["item_id"] for event in events if "item_id" in event}
     assert items == {events[-1]["response"]["output"][0]["id"]}
+
+
+def test_texts_of_tokens_join_to_the_text():
+    """Where a token's text depends on the one before it: a space that only the first loses, and
+    characters of several tokens."""
+    words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581b"]
+    bpe = models.BPE({word: n for n, word in enumerate(words)}, [], byte_fallback=True)
+    space = decoders.Replace("\u2581", " ")
+    fast = Tokenizer(bpe)
+    fast.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")
+    smile = [2 + byte for byte in "\U0001f600".encode()]
+    tokens = [258, 258, 259, 260, *smile, *smile, 260, 1, 260]
+    for special, text in ((False, " a b\U0001f600\U0001f600 b b"), (True, None)):
+        texts = TextStream(tokenizer, special=special)
+        found = "".join(texts.push([token], last=False) for token in tokens)
+        assert found == tokenizer.decode(tokens, skip_special_tokens=not special) == (text or found)
+        assert found != "".join(tokenizer.decode([token]) for token in tokens), "control"
