@@ -20,7 +20,11 @@ BLAS = torch.backends.cuda.matmul
 
 @pytest.fixture(autouse=True)
 def as_with_a_gpu(monkeypatch):
+    """What passes look at quickly is kept for the process: no other test has a GPU's."""
     monkeypatch.setattr(torch_settings, "_of_process", torch_settings._of_gpus)
+    torch_settings._quick.cache_clear()
+    yield
+    torch_settings._quick.cache_clear()
 
 
 def newer() -> list[str]:
