@@ -1,17 +1,14 @@
 """Heads that ship with checkpoints: what they draft is what transformers' own model of them says,
 and no bit of an output moves."""
 
-import random
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import cache_utils, modeling_layers
 
-from tests.support.cases import bits_of, engine_of, model_of, one_by_one, run, text, whole
+from tests.drafts.test_assistant import drafted
+from tests.support.cases import engine_of, model_of, text
 from tests.support.heads import KINDS, LAYERS, with_head
-from tests.support.mixes import bits, crowd, needles
-from tests.support.pages import check_residents
 from tests.support.recorded import as_on_a_gpu
 from tests.support.zoo import tiny as of_zoo
 from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
@@ -96,50 +93,19 @@ def right_one(folder):
 @pytest.mark.parametrize("style", [{}, SAMPLED, {**SAMPLED, "top_k": 9, "repetition_penalty": 1.2}])
 def test_one_that_is_right(style, tmp_path):
     """Is always right, at any temperature; accepted drafts are no draft the next time."""
-    model = right_one(tmp_path)
     settings = {"max_new_tokens": 24, "logprobs": True, "deterministic": True, **style}
     asked = [(text(n, seed=n), SamplingParams(**settings)) for n in (1, 3, 9, 17, 40)]
-    with engine_of(model, page_size=8) as engine:
-        expected = run(engine, asked)
-    with engine_of(model, drafter="mtp", **ALWAYS) as engine:
-        found, stats = run(engine, asked), engine.stats()
-        assert bits_of(found) == bits_of(expected) and whole(engine)
-    assert [o.fingerprint for o in found] == [o.fingerprint for o in expected]
+    _, stats = drafted(right_one(tmp_path), asked, "mtp", **ALWAYS)
     assert stats.accepted > 0.99 * stats.drafted > 0.7 * stats.committed * 3 / 4
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
-def test_in_a_crowd_in_a_small_pool(kind, tmp_path):
-    """Preemptions, prefix hits, aborts and forks, by a head that knows nothing."""
-    torch.manual_seed(0)
-    model, rng = with_head(of_zoo(kind), tmp_path), random.Random(3)
-    asked = [*needles(), *crowd(rng, 12)]
-    exact = [(prompt, params) for prompt, params in asked if params.deterministic]
-    with engine_of(model, page_size=8, max_model_len=256) as engine:
-        expected = one_by_one(engine, exact)
-    settings = {**ALWAYS, "num_pages": 44, "max_model_len": 256, "max_sequences": 12}
-    with engine_of(model, drafter="mtp", **settings) as engine:
-        asked = [*exact, *(pair for pair in asked if not pair[1].deterministic)]
-        ids, done = [engine.add_request(*pair) for pair in asked], {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
-            check_residents(engine)
-        assert [bits(done[i]) for i in ids[: len(exact)]] == expected
-        stats = engine.stats()
-        assert whole(engine) and stats.preemptions > 0 < stats.drafted
 
 
 def test_as_on_a_gpu(tmp_path, monkeypatch):
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(Scheduler, "how_many", lambda *given: 3)
-    model = right_one(tmp_path)
     params = SamplingParams(max_new_tokens=20, deterministic=True, logprobs=True, **SAMPLED)
-    asked, settings = [(text(n, n), params) for n in (3, 20)], {"backend": "triton", "page_size": 8}
-    with engine_of(model, **settings) as engine:
-        expected = bits_of(run(engine, asked))
-    with engine_of(model, drafter="mtp", overlap=True, **settings) as engine:
-        assert bits_of(run(engine, asked)) == expected
-        assert engine.stats().accepted > 0.9 * engine.stats().drafted > 0
+    asked, judge = [(text(n, n), params) for n in (3, 20)], {"backend": "triton", "page_size": 8}
+    _, stats = drafted(right_one(tmp_path), asked, "mtp", judge, **judge, overlap=True)
+    assert stats.accepted > 0.9 * stats.drafted > 0
 
 
 def test_a_patched_model(tmp_path):

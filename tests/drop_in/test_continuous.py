@@ -13,15 +13,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from tests.support.drop_in import (
-    PAD,
-    AfterEven,
-    AtMultiples,
-    greedy,
-    own,
-    patched,
-    random_ids,
-)
+from tests.support.drop_in import PAD, AfterEven, AtMultiples, greedy, own, patched, random_ids
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 

@@ -8,36 +8,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-)
+from transformers import generation as hf
 
+from tests.support import judge
 from tests.support.hooks import Backwards, Only, Sure, Until
-from tests.support.judge import (
-    BASE,
-    BLOCK,
-    FAMILIES,
-    MASK,
-    NEW,
-    PAD,
-    ROWS,
-    by_row,
-    close,
-    defaults,
-    greedy,
-    joined,
-    listen,
-    one,
-    pair,
-)
+from tests.support.judge import BASE, BLOCK, MASK, ROWS, by_row, greedy, joined, listen, one, pair
 from tests.support.tiny import VOCAB
 from tinyspec import generate
 
@@ -67,23 +42,23 @@ PROCESSORS = {
     "custom-double": lambda g: {"logits_processor": [lambda ids, scores: -scores.double()]},
     "custom-infinite": lambda g: {"logits_processor": [infinite]},
     "allowed": lambda g: {"prefix_allowed_tokens_fn": lambda n, ids: [int(ids[-1]) // 2, 5 + n]},
-    "custom-list": lambda g: {"logits_processor": LogitsProcessorList([Only(), Backwards()])},
+    "custom-list": lambda g: {"logits_processor": hf.LogitsProcessorList([Only(), Backwards()])},
     "custom-of-a-made-type": lambda g: {
         "repetition_penalty": 1.1,
-        "logits_processor": [RepetitionPenaltyLogitsProcessor(4.0)],
+        "logits_processor": [hf.RepetitionPenaltyLogitsProcessor(4.0)],
     },
     "custom-warper-greedy": lambda g: {
         "repetition_penalty": 2.0,
-        "logits_processor": [TemperatureLogitsWarper(0.1), Backwards()],
+        "logits_processor": [hf.TemperatureLogitsWarper(0.1), Backwards()],
     },
     "criterion": lambda g: {"stopping_criteria": [Until(12)], "eos_token_id": 1},
     "criterion-max-length": lambda g: {
-        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)]),
+        "stopping_criteria": hf.StoppingCriteriaList([hf.MaxLengthCriteria(20)]),
         "max_new_tokens": 30,
     },
     "criterion-of-scores": lambda g: {**DICT, "stopping_criteria": [Sure()]},
-    "criterion-eos": lambda g: {"stopping_criteria": [EosTokenCriteria(g[0][4])]},
-    "criterion-time": lambda g: {"stopping_criteria": [MaxTimeCriteria(9.0, 0.0)]},
+    "criterion-eos": lambda g: {"stopping_criteria": [hf.EosTokenCriteria(g[0][4])]},
+    "criterion-time": lambda g: {"stopping_criteria": [hf.MaxTimeCriteria(9.0, 0.0)]},
     "no-time": lambda g: {"max_time": 0.0},
     "max-length": lambda g: {"max_length": 21, "max_new_tokens": None},
     "default-length": lambda g: {"max_new_tokens": None},
@@ -98,7 +73,7 @@ QUIET = {
     "sample-top-k-1": lambda g: {"do_sample": True, "top_k": 1},
     "sample-nearly-0": lambda g: {"do_sample": True, "temperature": 1e-9},
     "numpy-numbers": lambda g: {
-        "max_new_tokens": np.int64(NEW),
+        "max_new_tokens": np.int64(judge.NEW),
         "num_return_sequences": np.int64(1),
         "eos_token_id": np.int64(1),
     },
@@ -116,7 +91,7 @@ OF_ALL_ROWS = ("criterion", "criterion-of-scores", "allowed")
 OF_PADS = ("max-length",)
 ELSEWHERE = ("greedy", "custom-list", "criterion")
 CASES = [("llama", name) for name in [*PROCESSORS, *QUIET]]
-CASES += [(family, name) for family in FAMILIES[1:] for name in ELSEWHERE]
+CASES += [(family, name) for family in judge.FAMILIES[1:] for name in ELSEWHERE]
 
 
 @pytest.mark.parametrize("family, name", CASES)
@@ -179,7 +154,7 @@ STUMBLES = [
     ("generation_config", {"generation_config": {"max_new_tokens": 3}}),
     ("logits_processor", {"logits_processor": [5]}),
     ("assistant_model", {"assistant_model": "gpt2"}),
-    ("logits_processor", {"logits_processor": LogitsProcessor()}),
+    ("logits_processor", {"logits_processor": hf.LogitsProcessor()}),
     ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 0}),
     ("shape", {"logits_processor": [lambda ids, scores: scores[0]]}),
     ("prompt token id", {"input_ids": torch.tensor([[3, VOCAB + 5]])}),
@@ -230,18 +205,11 @@ def test_bad_values_of_what_only_tinyspec_has_are_named():
 
 def test_dict_outputs_equal_transformers():
     model, own = pair()
-    settings = lambda: {  # noqa: E731
-        **BASE,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        "eos_token_id": [greedy()[0][4], greedy()[3][6]],
-        "repetition_penalty": 1.2,
-        "suppress_tokens": [5, 6],
-    }
-    given = model.generate(BLOCK, attention_mask=MASK, **settings())
-    judged = by_row(own, ROWS, settings)
-    assert type(given) is type(judged[0]) is GenerateDecoderOnlyOutput
+    asked = {"repetition_penalty": 1.2, "suppress_tokens": [5, 6]}
+    asked |= {**BASE, **DICT, "eos_token_id": [greedy()[0][4], greedy()[3][6]]}
+    given = model.generate(BLOCK, attention_mask=MASK, **asked)
+    judged = by_row(own, ROWS, lambda: asked)
+    assert type(given) is type(judged[0]) is hf.GenerateDecoderOnlyOutput
     assert torch.equal(given.sequences, joined(BLOCK, ROWS, judged))
     longest = given.sequences.shape[1] - BLOCK.shape[1]
     for name in ("scores", "logits"):
@@ -251,31 +219,11 @@ def test_dict_outputs_equal_transformers():
         for number, output in enumerate(judged):
             theirs = getattr(output, name)
             ours = tuple(step[number : number + 1] for step in steps[: len(theirs)])
-            assert close(ours, theirs)
-            assert not close(ours, tuple(step + 1e-2 for step in theirs)), "control"
+            assert judge.close(ours, theirs)
+            assert not judge.close(ours, tuple(step + 1e-2 for step in theirs)), "control"
     assert given.attentions is None and given.hidden_states is None
     bare = model.generate(BLOCK, attention_mask=MASK, **BASE, return_dict_in_generate=True)
     assert bare.scores is None and bare.logits is None
-
-
-def test_return_sequences_equal_transformers():
-    (model, own), count = pair(), 3
-    settings = lambda: {  # noqa: E731
-        **BASE,
-        "do_sample": True,
-        "top_k": 1,
-        "num_return_sequences": count,
-        "eos_token_id": greedy()[0][3],
-    }
-    given = model.generate(BLOCK, attention_mask=MASK, **settings())
-    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, settings)))
-    wanted = {**settings(), "return_dict_in_generate": True, "output_scores": True}
-    steps = model.generate(BLOCK, attention_mask=MASK, **wanted).scores
-    assert all(step.shape == (count * len(ROWS), VOCAB) for step in steps)
-    hot = model.generate(
-        BLOCK, attention_mask=MASK, **settings() | {"top_k": 0, "temperature": 3.0}
-    )
-    assert not torch.equal(hot[0], hot[1])
 
 
 LAYERS = {
@@ -293,7 +241,7 @@ LAYERS = {
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 def test_settings_are_merged_as_transformers_merges_them(layers):
     of_model, of_config, of_call = layers
-    with defaults(pair(), pad_token_id=PAD, **of_model):
+    with judge.defaults(pair(), pad_token_id=judge.PAD, **of_model):
         heard = []
         for model in pair():
             config = None if of_config is None else GenerationConfig(**of_config)

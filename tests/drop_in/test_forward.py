@@ -21,7 +21,7 @@ from tests.support.judge import padded
 from tests.support.recorded import as_on_a_gpu
 from tests.support.zoo import VOCAB, prompts
 from tests.support.zoo import tiny as zoo_tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, canonical
+from tinyspec import EngineConfig, SamplingParams, UnsupportedModelError, canonical
 
 KINDS = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "phi3", "qwen3", "gpt_oss")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -139,28 +139,6 @@ def test_labels():
         torch.testing.assert_close(ours.loss, theirs.loss)
         losses.append(ours.loss)
     assert losses[0] != losses[1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_completions_and_scores(dtype):
-    """Of an engine, with its prefix cache cold and warm."""
-    model = tiny(KINDS[0]).to(dtype)
-    given = prompts()[:4]
-    paged = dataclasses.replace(CONFIG, page_size=8)
-    with Engine(model, config=paged) as engine, canonical(model, CONFIG), torch.no_grad():
-        kernels = engine.core.sampler.kernels
-        for _ in range(2):
-            made = [out.completions[0] for out in engine.generate(given, DETERMINISTIC)]
-            rows = [row + one.token_ids for row, one in zip(given, made, strict=True)]
-            ids, mask = padded(rows, "right")
-            logits = f.unpadded(model(ids, attention_mask=mask).logits.float(), mask)
-            parts = [row[:1] for row in rows], [row[1:] for row in rows]
-            whole = engine.score(*parts, DETERMINISTIC)
-            for row, x, one, scores in zip(rows, logits, made, whole, strict=True):
-                forced = torch.tensor(row[1:])
-                found = kernels.sample(x[:-1], None, None, None, forced=forced)[1].tolist()
-                assert found == scores and found[-len(one.token_ids) :] == one.logprobs
-        assert engine.stats().cached_prompt_tokens > 0
 
 
 CHECKPOINTED = [("gemma3_text", False), ("llama", True), ("llama", False), ("qwen3_moe", True)]

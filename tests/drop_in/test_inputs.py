@@ -3,42 +3,28 @@ lookup, at any batch size; and ``custom_generate=tinyspec.generate``."""
 
 import copy
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers.generation import MaxLengthCriteria
 
 import tinyspec
+from tests.support import judge
 from tests.support.budget import first
 from tests.support.hooks import Backwards, Until
-from tests.support.judge import (
-    BASE,
-    BLOCK,
-    FAMILIES,
-    MASK,
-    NEW,
-    PAD,
-    ROWS,
-    by_row,
-    close,
-    greedy,
-    joined,
-    listen,
-    one,
-    padded,
-    pair,
-)
+from tests.support.judge import BASE, BLOCK, PAD, ROWS, by_row, greedy, joined, listen, one, pair
 from tests.support.tiny import VOCAB, tiny
-from tinyspec import SamplingParams, generate
+from tinyspec import generate
 from tinyspec.drop_in import call
 from tinyspec.drop_in.prepare import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-LEFT, LEFT_MASK = BLOCK, MASK
-RIGHT, RIGHT_MASK = padded(ROWS, "right")
+LEFT, LEFT_MASK = BLOCK, judge.MASK
+RIGHT, RIGHT_MASK = judge.padded(ROWS, "right")
 
 
-def judge():
+def transformers_own():
     """What transformers generates behind ``ROWS``, one by one, in the place of the block."""
     return joined(LEFT, ROWS, by_row(pair()[1], ROWS, lambda: BASE))
 
@@ -64,14 +50,14 @@ FORMS = {
 
 def test_every_form_of_a_batch():
     model, _ = pair()
-    judged = judge()
+    judged = transformers_own()
     for name, form in FORMS.items():
         given, named = form()
         tokens = model.generate(*given, **named, **BASE)
         assert tokens.dtype == torch.long and torch.equal(tokens, judged), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", judge.FAMILIES)
 def test_mask_with_holes(family):
     """Judged by the rows without the holes, and by transformers' own with them."""
     model, own = pair(family)
@@ -102,7 +88,7 @@ def test_pads_without_a_mask():
         given = {"inputs": torch.tensor(ids), **BASE, **settings}
         assert torch.equal(model.generate(**given), own.generate(**given)), (ids, settings)
     prompt = [5, PAD, 9, 11, PAD, 33]
-    new = lambda ids: model.generate(ids, **BASE, deterministic=True)[0, -NEW:]  # noqa: E731
+    new = lambda ids: model.generate(ids, **BASE, deterministic=True)[0, -judge.NEW :]  # noqa: E731
     for other in ([4], [4, 5, 6, 7, 8, 9]):
         assert torch.equal(new([prompt, other]), new([prompt]))
     assert not torch.equal(new(torch.tensor([prompt])), new([prompt])), "of a tensor it is padding"
@@ -116,33 +102,18 @@ PREPARED = {
     "sampled": ({"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 1}, 1),
     "max-length": ({"max_new_tokens": None, "max_length": 40}, LENGTHS),
     "min-length": ({"min_length": 9, "eos_token_id": 5}, LENGTHS),
-    "criterion": ({"stopping_criteria": [MaxLengthCriteria(NEW + len(ROWS[0]))]}, LENGTHS),
+    "criterion": ({"stopping_criteria": [MaxLengthCriteria(judge.NEW + len(ROWS[0]))]}, LENGTHS),
     "processor": ({"suppress_tokens": [4]}, LENGTHS),
 }
 
 
 @pytest.mark.parametrize("name", PREPARED)
 def test_prompts_of_other_lengths_are_prepared_together(name, monkeypatch):
-    """Where they get the parameters that each has alone."""
-    settings, times = PREPARED[name]
-    model, count = pair()[1], []
-
-    def counted(*args, **kwargs):
-        count.append(args)
-        return prepare(*args, **kwargs)
-
+    """Where transformers makes the same of each; what it makes: tests/drop_in/test_random.py."""
+    (settings, times), counted = PREPARED[name], Mock(side_effect=prepare)
     monkeypatch.setattr(call.prepare, "prepare", counted)
-
-    def params(rows):
-        given = {**BASE, **settings, "input_ids": rows}
-        made = call.Call(model, model.generate, given, SamplingParams(), call.RowSeeds())
-        assert not made.unserved
-        # Processors of each are objects of their own.
-        return [one.resolve(logits_processors=(), stopping_criteria=()) for one in made.params]
-
-    together, found = params(ROWS), len(count)
-    assert together == [one for row in ROWS for one in params([row])]
-    assert found == times
+    pair()[0].generate(ROWS, **BASE | settings)
+    assert counted.call_count == times
 
 
 def test_a_row_of_one_token_and_a_flat_tensor():
@@ -181,7 +152,7 @@ def test_embeddings_of_tokens_are_the_tokens():
     model, _ = pair()
     embeds = model.get_input_embeddings()(LEFT).detach()
     settings = {**BASE, "inputs_embeds": embeds, "attention_mask": LEFT_MASK}
-    new = judge()[:, LEFT.shape[1] :]
+    new = transformers_own()[:, LEFT.shape[1] :]
     assert torch.equal(model.generate(**settings), new)
     off = model.generate(**settings | {"inputs_embeds": embeds.flip(-1)})
     assert not torch.equal(off, new), "control"
@@ -214,7 +185,7 @@ def test_rows_that_end_in_pads_are_transformers_affair(given, caplog):
             model.generate(**given() | BASE | more)
 
 
-BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
+BATCH = {"input_ids": BLOCK, "attention_mask": judge.MASK}
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 ASSISTED = {
     "random": lambda m: {"assistant_model": tiny(seed=3)},
@@ -259,7 +230,7 @@ def test_custom_generate_returns_dicts():
     given = own.generate(ids, **BASE, **DICT, custom_generate=generate)
     judged = own.generate(ids, **BASE, **DICT)
     assert type(given) is type(judged) and torch.equal(given.sequences, judged.sequences)
-    assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
+    assert judge.close(given.scores, judged.scores) and judge.close(given.logits, judged.logits)
 
 
 SAMPLED = {**BASE, "do_sample": True, "temperature": 1.5, "deterministic": True}

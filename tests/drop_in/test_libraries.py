@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tinyspec
-from tests.support.drop_in import PAD, greedy, own, patched, random_ids
+from tests.support.drop_in import greedy, own, patched, random_ids
 from tests.support.grpo import FAMILIES, PRECISIONS, steps
 from tests.support.tiny import tiny
 from tinyspec.tools.demo import BUNDLED
@@ -67,17 +67,6 @@ def test_an_adapter_in_its_wrapper(adapted, caplog):
         generate(adapted, adapter_names=names, deterministic=True)
     tinyspec.unpatch(adapted)
     assert "generate" not in vars(adapted.get_base_model())
-
-
-def test_compiled():
-    model = tiny()
-    expected = generate(model)
-    outer = torch.compile(model, backend="eager")
-    tinyspec.patch(outer)
-    assert torch.equal(generate(outer), expected)
-    assert model.generate.stats().committed > 0
-    tinyspec.unpatch(outer)
-    assert "generate" not in vars(model)
 
 
 TEXTS = ["User: What is 2 + 3?\nBot:", "Once upon a time", "User: Tell me a story.\nBot:"]
@@ -163,52 +152,6 @@ def test_a_method_over_the_forward(patched_first, forward):
         assert same or not forward
 
 
-PROMPT = random_ids(11)
-BATCH = torch.tensor([random_ids(24, seed) for seed in range(3)])
-
-
-def train(model, steps: int, between) -> list[object]:
-    """Losses and gradients of a loop that calls ``between`` before every optimizer step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    seen: list[object] = []
-    torch.manual_seed(1)
-    for step in range(steps):
-        model.train()
-        between(model, step)
-        loss = model(BATCH, labels=BATCH).loss
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
-def test_a_loop_that_generates_between_steps():
-    twin = tiny()
-    expected, found = [], []
-
-    def evaluate(model, _):
-        expected.append(greedy(model.eval(), PROMPT))
-        model.train()
-
-    plain = train(twin, 4, evaluate)
-
-    def rollout(model, step):
-        assert all(module.training for module in model.modules())
-        found.append(greedy(model, PROMPT))
-        asked = {"do_sample": True, "seed": 3, "max_new_tokens": 6, "pad_token_id": PAD}
-        model.generate(BATCH, **asked, deterministic=bool(step % 2))
-        assert all(module.training for module in model.modules())
-
-    with patched(tiny()) as model:
-        # transformers' own generate drops out in train mode; tinyspec evaluates.
-        ours = train(model, 4, rollout)
-    assert found == expected
-    assert len({tuple(tokens) for tokens in found}) > 1
-    assert len(ours) == len(plain)
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
 @pytest.mark.crossed(4)
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -222,11 +165,11 @@ def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precisi
 
 
 def test_weights_changed_tells_of_writes_through_data():
+    prompt, other = random_ids(11), tiny(seed=5)
     with patched(tiny()) as model:
-        first, other = greedy(model, PROMPT, deterministic=True), tiny(seed=5)
-        before = model.generate.fingerprint
+        first, before = greedy(model, prompt, deterministic=True), model.generate.fingerprint
         for parameter, values in zip(model.parameters(), other.parameters(), strict=True):
             parameter.data.copy_(values)
         model.generate.weights_changed()
-        assert greedy(model, PROMPT, deterministic=True) == greedy(other, PROMPT) != first
+        assert greedy(model, prompt, deterministic=True) == greedy(other, prompt) != first
         assert model.generate.fingerprint != before

@@ -2,7 +2,8 @@
 transformers' own for each row alone and without pads; and deterministic rows among others whose
 every parameter varies: their bits stay.
 
-Controls: the same checks against another parameter, or without ``deterministic``, fail."""
+Control: the same checks against another parameter fail; without ``deterministic``:
+tests/drop_in/test_continuous.py."""
 
 from __future__ import annotations
 
@@ -16,18 +17,9 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
 import tinyspec
+from tests.support import drop_in
 from tests.support.at_random import check_at_random
-from tests.support.drop_in import (
-    PAD,
-    SMALL,
-    AfterEven,
-    AtMultiples,
-    alone,
-    own,
-    patched,
-    processors_of,
-    random_ids,
-)
+from tests.support.drop_in import PAD, SMALL, alone, own, patched, random_ids
 from tests.support.judge import padded
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
@@ -67,8 +59,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": ((2, 1.6),),
     "eos_token_id": (9, STOPS, list(range(1, 128, 5))),
     "remove_invalid_values": (True, False),
-    "logits_processor": ([Alone(AfterEven())],),
-    "stopping_criteria": ([Alone(AtMultiples())],),
+    "logits_processor": ([Alone(drop_in.AfterEven())],),
+    "stopping_criteria": ([Alone(drop_in.AtMultiples())],),
 }
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (0.4, 1.0, 1.7),
@@ -194,7 +186,7 @@ def filtered_otherwise(
 ) -> list[int]:
     """Steps at which other tokens are left than transformers' processors leave, or their scores
     are others."""
-    processors = processors_of(own(family), prompt, do_sample=True, **row)
+    processors = drop_in.processors_of(own(family), prompt, do_sample=True, **row)
     scores, logits = steps_of(found, place, len(tokens))
     wrong = []
     for n, token in enumerate(tokens):
@@ -314,17 +306,3 @@ def test_control_other_filters_are_seen():
         tokens = found.sequences[0, len(prompt) :].tolist()
         assert filtered_otherwise("llama", prompt, tokens, asked, found, 0) == []
         assert filtered_otherwise("llama", prompt, tokens, asked | other, found, 0)
-
-
-@pytest.mark.parametrize("place", [0, 3])
-def test_control_plain_where_shapes_matter(place):
-    """That a row keeps its bits can fail: without the flag the crowd's size shows in them."""
-    prompts = [random_ids(n, n) for n in (9, 16, 3, 40, 1)]
-    asked = {"max_new_tokens": 9, "pad_token_id": PAD, **DICT}
-    for deterministic in (True, False):
-        of_all, of_one = (
-            sensitive().generate(given, deterministic=deterministic, **asked)
-            for given in (prompts, prompts[place : place + 1])
-        )
-        same = map(torch.equal, steps_of(of_all, place, 9), steps_of(of_one, 0, 9))
-        assert all(same) is deterministic

@@ -63,21 +63,6 @@ def test_deterministic_is_honoured(way, monkeypatch):
             way(model, [PROMPT], deterministic=True)
 
 
-@WAYS
-def test_equal_prompts_differ_and_a_script_repeats(way):
-    """A group of eight as GRPO samples it, in one call of 8 or as one of two groups in 16."""
-
-    def script(groups):
-        with patched(tiny()) as model:
-            first = way(model, [PROMPT] * 8 * groups, seed=5)
-            return first + rows(model, [PROMPT] * 8, generation_config=config(seed=5))
-
-    for groups in (1, 2):
-        found = script(groups)
-        assert found == script(groups)
-        assert len({tuple(row) for row in found}) == 8 * groups + 8
-
-
 A, B = PROMPT, random_ids(5, 1)
 
 

@@ -6,29 +6,13 @@ import threading
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    TextIteratorStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 import tinyspec
+from tests.support import judge
 from tests.support.hooks import AttentionRecorder, Boom, BoomError
-from tests.support.judge import (
-    BASE,
-    BLOCK,
-    MASK,
-    NEW,
-    ROWS,
-    defaults,
-    greedy,
-    joined,
-    listen,
-    one,
-    pair,
-)
+from tests.support.judge import BASE, BLOCK, MASK, NEW, ROWS, greedy, joined, listen, one, pair
 from tests.support.patience import PATIENCE
 from tinyspec.tools.demo import BUNDLED
 
@@ -114,6 +98,7 @@ HOOKS = {
     "criterion": lambda boom: {"stopping_criteria": [boom]},
     "streamer": lambda boom: {"streamer": boom},
     "allowed": lambda boom: {"prefix_allowed_tokens_fn": boom},
+    "drafter": lambda boom: {"assistant_model": boom},
     "streamers": lambda boom: {"streamer": [AttentionRecorder(), boom, AttentionRecorder()]},
 }
 RAISED = [(hook, 4, BoomError) for hook in HOOKS]
@@ -171,14 +156,6 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def test_a_reader_is_not_left_waiting(models, tokenizer):
-    reader = TextIteratorStreamer(tokenizer, timeout=1)
-    asked = {**tokenizer(TEXTS[0], return_tensors="pt"), "max_new_tokens": LONG}
-    with pytest.raises(BoomError):
-        models[0].generate(**asked, logits_processor=[Boom(BoomError(), 4)], streamer=reader)
-    assert "".join(reader).startswith(TEXTS[0])
-
-
 def by_text(own, encode, **settings):
     """What transformers makes of each of TEXTS by itself."""
     return [own.generate(**encode(text, return_tensors="pt"), **settings) for text in TEXTS]
@@ -222,6 +199,6 @@ def test_stop_strings_without_a_tokenizer(models, tokenizer):
     asked = {**tokenizer(TEXTS[0], return_tensors="pt"), "max_new_tokens": LONG}
     config = GenerationConfig(stop_strings=["a"])
     for given in ({"stop_strings": ["a"]}, {"generation_config": config}, {}):
-        with defaults(models, stop_strings=None if given else ["a"]):
+        with judge.defaults(models, stop_strings=None if given else ["a"]):
             ours, theirs = (listen(m.generate, **asked, **given) for m in models)
         assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint

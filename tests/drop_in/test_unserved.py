@@ -9,13 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    CompileConfig,
-    DynamicCache,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import tinyspec
@@ -258,7 +252,7 @@ INERT_VALUES = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "diversity_penalty": 0.0,
-    "compile_config": CompileConfig(),
+    "compile_config": transformers.CompileConfig(),
     "low_memory": True,
     "prefill_chunk_size": 4,
     # Without a dict to return.

@@ -10,18 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import zoo
+from tests.support import loading, zoo
 from tests.support.budget import first
-from tests.support.loading import (
-    CONFIG,
-    DETERMINISTIC,
-    PLAIN,
-    PROMPTS,
-    greedy,
-    refused,
-    serve,
-    tokens,
-)
+from tests.support.loading import CONFIG, DETERMINISTIC, PROMPTS, greedy, refused, tokens
 from tests.support.mixes import bits
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams, doctor
@@ -56,6 +47,8 @@ def tuned(kind, model=None, **settings):
     return peft.get_peft_model(model or tiny(), config).eval()
 
 
+IA3 = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+TOKENS = {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]}
 # Adapters in layers.
 WAYS = {
     "lora": lora,
@@ -65,27 +58,17 @@ WAYS = {
     "gpt2": lambda: lora(tiny("gpt2"), target_modules=["c_attn"], fan_in_fan_out=True),
     "embedding": lambda: lora(target_modules=["embed_tokens", "lm_head", "k_proj"]),
     "no wrapper": lambda: lora(wrap=False),
-    "ia3": lambda: tuned(
-        "IA3",
-        target_modules=["k_proj", "down_proj"],
-        feedforward_modules=["down_proj"],
-        init_ia3_weights=False,
-    ),
+    "ia3": lambda: tuned("IA3", **IA3, init_ia3_weights=False),
     "loha": lambda: tuned("LoHa", target_modules=["q_proj"], init_weights=False),
     "oft": lambda: tuned("OFT", target_modules=["q_proj"], oft_block_size=8, init_weights=False),
-    "tokens": lambda: tuned(
-        "TrainableTokens",
-        token_indices=[1, 2, 3],
-        target_modules=["embed_tokens"],
-        init_weights=False,
-    ),
+    "tokens": lambda: tuned("TrainableTokens", **TOKENS, init_weights=False),
 }
 
 
 @pytest.mark.parametrize("way", first(2, WAYS.values(), 1), ids=WAYS)
 def test_adapters_in_layers(way):
     model = way()
-    serve(model, None if model.dtype == torch.bfloat16 else greedy(model))
+    loading.serve(model, None if model.dtype == torch.bfloat16 else greedy(model))
 
 
 # Fingerprints and changes under way; with this no proof is needed for a fingerprint.
@@ -98,7 +81,7 @@ def test_adapters_change_while_an_engine_is_open():
     with Engine(model, config=UNPROVEN) as engine:
 
         def answers():
-            return tokens(engine.generate(PROMPTS, PLAIN)), engine.fingerprint
+            return tokens(engine.generate(PROMPTS, loading.PLAIN)), engine.fingerprint
 
         first = answers()
         with model.disable_adapter():
@@ -202,19 +185,6 @@ def test_an_adapter_is_loaded_beside_its_model(tmp_path, dtype):
             Engine.from_pretrained(tmp_path / "base", **given, lora=wrong)
 
 
-def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
-    from peft.utils import hotswap
-
-    model, other = lora(), lora()
-    other.save_pretrained(tmp_path)
-    with Engine(model, config=UNPROVEN) as engine:
-        before = engine.fingerprint
-        hotswap.hotswap_adapter(model, str(tmp_path), "default")
-        after = engine.fingerprint
-    with Engine(model, config=UNPROVEN) as fresh:
-        assert fresh.fingerprint == after != before
-
-
 # In a process of its own: here, engines of other tests may be open.
 COUNTED = """
 import gc
@@ -311,3 +281,16 @@ def test_attention_within_attention_is_served(make, deterministic):
     with Engine(model, config=CONFIG) as engine:
         outputs = engine.generate(prompts(3), params)
     assert [output.completions[0].token_ids for output in outputs] == expected
+
+
+def test_an_adapter_swapped_in_place_is_a_change(tmp_path):
+    from peft.utils import hotswap
+
+    model, other = lora(), lora()
+    other.save_pretrained(tmp_path)
+    with Engine(model, config=UNPROVEN) as engine:
+        before = engine.fingerprint
+        hotswap.hotswap_adapter(model, str(tmp_path), "default")
+        after = engine.fingerprint
+    with Engine(model, config=UNPROVEN) as fresh:
+        assert fresh.fingerprint == after != before

@@ -20,7 +20,11 @@ BLAS = torch.backends.cuda.matmul
 
 @pytest.fixture(autouse=True)
 def as_with_a_gpu(monkeypatch):
+    """What passes look at quickly is kept for the process: no other test has a GPU's."""
     monkeypatch.setattr(torch_settings, "_of_process", torch_settings._of_gpus)
+    torch_settings._quick.cache_clear()
+    yield
+    torch_settings._quick.cache_clear()
 
 
 def newer() -> list[str]:
@@ -83,28 +87,22 @@ def test_both_settings_of_a_precision():
     assert 0 < refused < len(CALLERS)
 
 
+def flags(names: list[str], value, expected: list, read: list[str] = ()):
+    """How to read some of cuBLAS's, how to change them, and what they are in a pass."""
+    get = lambda: [getattr(BLAS, name) for name in read or names]  # noqa: E731
+    return get, lambda: [setattr(BLAS, name, value) for name in names], expected
+
+
 REDUCTIONS = [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
 BOTH = [name for first in REDUCTIONS for name in (first, f"{first}_split_k")]
-# How to read one, how to change it, and what it is in a pass.
 OTHERS = [
-    (
-        lambda: BLAS.allow_fp16_accumulation,
-        lambda: setattr(BLAS, "allow_fp16_accumulation", True),
-        False,
-    ),
+    flags(["allow_fp16_accumulation"], True, [False]),
     (C._get_sm_carveout_experimental, lambda: C._set_sm_carveout_experimental(16), None),
 ]
 if isinstance(C._get_cublas_allow_fp16_reduced_precision_reduction(), tuple):  # since torch 2.13
-    OTHERS.append(
-        (
-            lambda: [getattr(BLAS, name) for name in BOTH],
-            lambda: [setattr(BLAS, name, (False, False)) for name in REDUCTIONS],
-            [False, True] * 2,
-        )
-    )
+    OTHERS.append(flags(REDUCTIONS, (False, False), [False, True] * 2, BOTH))
 if hasattr(C, "_get_cublaslt_prefer_grouped_gemm"):  # since torch 2.14
-    grouped = "prefer_cublaslt_grouped_gemm"
-    OTHERS.append((lambda: getattr(BLAS, grouped), lambda: setattr(BLAS, grouped, True), False))
+    OTHERS.append(flags(["prefer_cublaslt_grouped_gemm"], True, [False]))
 
 
 @pytest.mark.parametrize("get, change, expected", OTHERS)

@@ -3,13 +3,7 @@
 import pytest
 import torch
 from transformers import AttentionMaskInterface
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils as masks
 
 from tests.support.tiny import tiny as llama
 from tests.support.zoo import tiny
@@ -24,20 +18,21 @@ ROWS = 12
 def test_windows_and_chunks_of_any_size():
     padding = torch.zeros(1, dtype=torch.long)
     for size in (1, 2, 3, 16, 4096, 131072):
-        window = reach_of(sliding_window_causal_mask_function(size), ROWS, size)
-        chunk = reach_of(chunked_causal_mask_function(size, padding), ROWS, size)
+        window = reach_of(masks.sliding_window_causal_mask_function(size), ROWS, size)
+        chunk = reach_of(masks.chunked_causal_mask_function(size, padding), ROWS, size)
         assert window == CausalMask(window=size)
         assert chunk == (CausalMask(chunk=size) if size > 1 else CausalMask(window=1)), (
             "one key is one key"
         )
 
 
+CAUSAL = masks.causal_mask_function
 UNKNOWN = {
     "both ways": lambda batch, head, q, kv: kv >= 0 * q,
     "without itself": lambda batch, head, q, kv: kv < q,
-    "every second": and_masks(causal_mask_function, lambda batch, head, q, kv: (q - kv) % 2 == 0),
-    "a prefix": or_masks(causal_mask_function, lambda batch, head, q, kv: kv < 3),
-    "another window": sliding_window_causal_mask_function(16),
+    "every second": masks.and_masks(CAUSAL, lambda batch, head, q, kv: (q - kv) % 2 == 0),
+    "a prefix": masks.or_masks(CAUSAL, lambda batch, head, q, kv: kv < 3),
+    "another window": masks.sliding_window_causal_mask_function(16),
 }
 
 

@@ -17,13 +17,7 @@ from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_t
 from tests.support.tiny import hf_greedy, prompts
 from tests.support.tolerances import OPERATOR, close
 from tests.support.zoo import tiny
-from tinyspec import (
-    DeterminismError,
-    Engine,
-    EngineConfig,
-    SamplingParams,
-    UnsupportedModelError,
-)
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
 from tinyspec.determinism import proof
 from tinyspec.kernels.backend import AttentionMetadata, load
 from tinyspec.model import moe

@@ -16,11 +16,13 @@ hooks = pytest.importorskip("accelerate.hooks")
 
 CPU = torch.device("cpu")
 PARTS = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+WAYS = {"device_map": "auto"}, {"device_map": {"": "cpu"}}, {"tp_plan": "auto"}
 
 
-@pytest.mark.parametrize("where", ["auto", {"": "cpu"}], ids=str)
-def test_device_map_onto_one_device(tmp_path, where):
-    model = load(saved(tmp_path), device_map=where)
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_onto_one_device(tmp_path, how):
+    """By a device map; a plan for tensors shards nothing in one process."""
+    model = load(saved(tmp_path), **how)
     device_map = dict(getattr(model, "hf_device_map", {}))
     fingerprint = serve(model, greedy(tiny()))
     assert getattr(model, "hf_device_map", {}) == device_map
@@ -85,9 +87,3 @@ def test_other_devices_are_refused():
         head = torch.empty(*model.lm_head.weight.shape, device="cuda")
         model.lm_head.weight = nn.Parameter(head)
     refused(model, r"it is on more than one device \(cpu, cuda:0\)")
-
-
-def test_a_plan_for_tensors_in_one_process(tmp_path):
-    """It shards nothing."""
-    model = load(saved(tmp_path), tp_plan="auto")
-    assert serve(model, greedy(tiny())) == serve(tiny())

@@ -11,21 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import loading
 from tests.support.budget import first
-from tests.support.loading import (
-    CONFIG,
-    DETERMINISTIC,
-    PLAIN,
-    PROMPTS,
-    alone_as_in_a_crowd,
-    everything,
-    greedy,
-    load,
-    saved,
-    serve,
-    tokens,
-    unlike,
-)
+from tests.support.loading import CONFIG, DETERMINISTIC, PLAIN, PROMPTS, greedy, load, tokens
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, SamplingParams, doctor
 from tinyspec.model import quantized
@@ -37,7 +25,7 @@ LOGPROBS = SamplingParams(max_new_tokens=8, logprobs=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("model"))
+    return loading.saved(tmp_path_factory.mktemp("model"))
 
 
 def torchao(kind, **settings):
@@ -101,7 +89,7 @@ def test_served_and_proven(folder, name, dtype):
     """And never replaced, whatever other linears are."""
     model = settled(load(folder, dtype=dtype, quantization_config=PROVEN[name]()))
     exact = dtype == torch.float32 and name not in ROUNDS
-    serve(model, greedy(model) if exact else None)
+    loading.serve(model, greedy(model) if exact else None)
     linears = {n: m for n, m in model.named_modules() if n.endswith("proj")}
     with Engine(model, config=replace(CONFIG, linear="always")) as engine:
         served = engine.runner.model
@@ -163,7 +151,7 @@ def test_a_refusal_comes_without_warnings_of_trials(folder, caplog):
 @pytest.mark.parametrize("make", UNPROVABLE, ids=lambda f: f.__name__)
 def test_what_no_probe_can_prove_is_refused(folder, make):
     model = settled(make(folder))
-    before = everything(model)
+    before = loading.everything(model)
     with Engine(model, config=CONFIG) as engine:
         with pytest.raises(DeterminismError, match=UNPROVABLE[make]):
             engine.generate(PROMPTS, DETERMINISTIC)
@@ -171,8 +159,8 @@ def test_what_no_probe_can_prove_is_refused(folder, make):
         report = doctor(engine)
         assert not report and NAME in report.problems[0]
         if make in (one_scale, outliers):  # control
-            assert not alone_as_in_a_crowd(engine, LOGPROBS)
-    assert unlike(before, everything(model)) == []
+            assert not loading.alone_as_in_a_crowd(engine, LOGPROBS)
+    assert loading.unlike(before, loading.everything(model)) == []
 
 
 # Fingerprints
@@ -246,7 +234,7 @@ def test_a_first_deterministic_request(folder, how):
         assert {o.fingerprint for o in outputs} == {engine.fingerprint}
         engine.weights_changed()
         assert engine.fingerprint == outputs[0].fingerprint, "computed anew"
-        assert alone_as_in_a_crowd(engine)
+        assert loading.alone_as_in_a_crowd(engine)
     assert not any(parameter.is_inference() for parameter in model.parameters())
     if how is int8:
         ids = torch.tensor([PROMPTS[1]])

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ CONFIG = EngineConfig(reference_rows=8, max_rows=32)
 PROMPTS = [text(length) for length in (1, 17, 150)]
 C = torch._C
 META = torch.device("meta")
+MHA = torch.backends.mha
 
 
 @contextmanager
@@ -81,47 +82,37 @@ def default_device() -> torch.device | None:
     return META if torch.empty(0).is_meta else None
 
 
+def of_c(name: str) -> tuple[Callable, Callable]:
+    return getattr(C, f"_get_{name}"), getattr(C, f"_set_{name}")
+
+
 def precision(operator: str) -> tuple[Callable, Callable]:
-    where = "mkldnn", operator
-    return partial(C._get_fp32_precision_getter, *where), partial(
-        C._set_fp32_precision_setter, *where
-    )
+    both = C._get_fp32_precision_getter, C._set_fp32_precision_setter
+    return tuple(partial(each, "mkldnn", operator) for each in both)
 
 
-def matmul() -> tuple[Callable, Callable]:
-    return torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-
-
-def deterministic() -> tuple[Callable, Callable]:
-    def put(on: bool) -> None:
-        torch.use_deterministic_algorithms(on, warn_only=on)
-
-    return torch.is_deterministic_algorithms_warn_only_enabled, put
-
-
+MODE = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
 # A getter, a setter, a value that passes do not have; or a context.
 PINNED: dict[str, Any] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "default device": (default_device, torch.set_default_device, META),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "deterministic algorithms": (*deterministic(), True),
+    "deterministic algorithms": (*MODE, 1),
     "device context": lambda: META,
     "dispatch mode": Negating,
     "flush denormal": (openmp.flushes, torch.set_flush_denormal, True),
     "function mode": Doubling,
     "grad": torch.enable_grad,
-    "matmul precision": (*matmul(), "medium"),
-    "mkldnn": (C._get_mkldnn_enabled, C._set_mkldnn_enabled, False),
+    "matmul precision": (*of_c("float32_matmul_precision"), "medium"),
+    "mkldnn": (*of_c("mkldnn_enabled"), False),
     "mkldnn bf16": (*precision("matmul"), "bf16"),
     "mkldnn conv bf16": (*precision("conv"), "bf16"),
-    "mkldnn deterministic": (C._get_mkldnn_deterministic, C._set_mkldnn_deterministic, True),
+    "mkldnn deterministic": (*of_c("mkldnn_deterministic"), True),
     "OpenMP dynamic": (openmp.is_dynamic, openmp.set_dynamic, True),
     "transform": inside_of_grad,
 }
 if platform.machine() in ("aarch64", "arm64"):  # others refuse to set it
-    half = "cpu_allow_fp16_reduced_precision_reduction"
-    get_half, set_half = getattr(C, f"_get_{half}"), getattr(C, f"_set_{half}")
-    PINNED["fp16 reduction"] = (get_half, set_half, True)
+    PINNED["fp16 reduction"] = (*of_c("cpu_allow_fp16_reduced_precision_reduction"), True)
 HARMLESS: dict[str, Any] = {
     "anomaly mode": (torch.is_anomaly_enabled, C.set_anomaly_enabled, True),
     "attention kernels": lambda: sdpa_kernel(SDPBackend.MATH),
@@ -134,18 +125,10 @@ HARMLESS: dict[str, Any] = {
     "autograd threads": lambda: torch.autograd.set_multithreading_enabled(False),
     "inference mode": torch.inference_mode,
     "jit optimisation": lambda: torch.jit.optimized_execution(False),
-    "math attention in 16 bits": (
-        C._get_math_sdp_allow_fp16_bf16_reduction,
-        C._set_math_sdp_allow_fp16_bf16_reduction,
-        True,
-    ),
-    "nnpack": (C._get_nnpack_enabled, C._set_nnpack_enabled, False),
+    "math attention in 16 bits": (*of_c("math_sdp_allow_fp16_bf16_reduction"), True),
+    "nnpack": (*of_c("nnpack_enabled"), False),
     "random numbers": torch.random.fork_rng,
-    "TransformerEncoder's fast path": (
-        torch.backends.mha.get_fastpath_enabled,
-        torch.backends.mha.set_fastpath_enabled,
-        False,
-    ),
+    "TransformerEncoder's fast path": (MHA.get_fastpath_enabled, MHA.set_fastpath_enabled, False),
 }
 SETTINGS: dict[str, Callable[[], AbstractContextManager]] = {
     name: partial(changed, *how) if isinstance(how, tuple) else how
@@ -276,50 +259,23 @@ class Decoder:
         return str(ids)
 
 
-def rounding_in_passes(engine, during=lambda number: None, **settings) -> list[int]:
-    """How the process rounds in the passes of a call; during: called in each."""
-    found: list[int] = []
-    inner = engine.runner.forward
-
-    def forward(*args):
-        found.append(openmp.rounding_mode())
-        during(len(found))
-        return inner(*args)
-
-    engine.runner.forward = forward
-    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=6, **settings))
-    return found
-
-
 @rounds
-def test_what_a_tokenizer_sets_ends_with_it():
-    try:
-        with Engine(tiny(), Decoder(), CONFIG) as engine:
-            assert rounding_in_passes(engine, stop_strings=["!"]) == [0] * 6
-    finally:  # the last text is made after the call's steps
-        openmp.set_rounding_mode(0)
+def test_what_a_tokenizer_sets_ends_with_it(monkeypatch):
+    found = []
+    with Engine(tiny(), Decoder(), CONFIG) as engine:
+        inner = engine.runner.forward
 
+        def forward(*args):
+            found.append(openmp.rounding_mode())
+            return inner(*args)
 
-def test_what_a_thread_sets_is_pinned_again_after_its_end():
-    go, passes = Event(), []
-
-    def work():
-        go.wait()
-        torch.set_default_dtype(torch.float64)
-
-    with Engine(tiny(), config=CONFIG) as engine:
-        engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
-        thread = Thread(target=work)
-        thread.start()
-
-        def during(number):
-            passes.append(torch.get_default_dtype())
-            if number == 3:
-                go.set()
-                thread.join()
-
-        rounding_in_passes(engine, during)
-    assert passes == [torch.float32] * 6
+        monkeypatch.setattr(engine.runner, "forward", forward)
+        try:
+            params = SamplingParams(max_new_tokens=6, stop_strings=["!"])
+            engine.generate([[1, 2, 3]], params)
+        finally:  # the last text is made after the call's steps
+            openmp.set_rounding_mode(0)
+    assert found == [0] * 6
 
 
 OF_SETTINGS = [name for name, how in PINNED.items() if isinstance(how, tuple)]

@@ -1,8 +1,9 @@
-"""One server for the tests that leave it as it was."""
+"""Servers for the tests that leave them as they were."""
 
 import pytest
 
-from tests.support.serving import running, storyteller
+from tests.support.serving import THINKING, running, speaking, storyteller
+from tests.support.tokenizers import tokenizer_of
 
 
 @pytest.fixture(scope="package")
@@ -21,3 +22,11 @@ def served(bundled):
 @pytest.fixture
 def client(served):
     return served.client()
+
+
+@pytest.fixture(scope="package")
+def thinking():
+    """One whose model thinks."""
+    engine = speaking(tokenizer_of("markup"), THINKING)
+    with engine, running(engine, deterministic=True) as server:
+        yield server

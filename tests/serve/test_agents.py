@@ -10,9 +10,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.serve.test_tools import CLOCK, TEMPLATES, WEATHER
+from tests.serve.test_tools import CLOCK, WEATHER
 from tests.support.script import saying
-from tests.support.serving import MESSAGES, MODEL, running, speaking
+from tests.support.serving import MESSAGES, MODEL, TEMPLATES, THINKING, running, speaking
 from tests.support.tokenizers import tokenizer_of
 from tinyspec import SamplingParams
 from tinyspec.serve.reading import Reading, Thought
@@ -28,29 +28,14 @@ WRONG = '{"name": "get_time", "%s": {"zone": "MARS", "hour": 3}}'
 ANSWER = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 ANSWER |= {"additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
-THINKING = TEMPLATES["hermes"] + "{% if false %}</think>{% endif %}"
+KINDS = {"hermes": "special markup", "llama": "markup"}
 
 
-KINDS = {
-    "hermes": ("special markup", TEMPLATES["hermes"]),
-    "shown": ("markup", TEMPLATES["hermes"]),
-    "llama": ("markup", TEMPLATES["llama"]),
-}
-
-
-@pytest.fixture(scope="module", params=["hermes", "llama"])
+@pytest.fixture(scope="module", params=KINDS)
 def server(request):
-    kind, template = KINDS[request.param]
-    engine = speaking(tokenizer_of(kind), template)
+    engine = speaking(tokenizer_of(KINDS[request.param]), TEMPLATES[request.param])
     with engine, running(engine, deterministic=True) as found:
         found.form = LLAMA if request.param == "llama" else HERMES
-        yield found
-
-
-@pytest.fixture(scope="module")
-def thinking():
-    engine = speaking(tokenizer_of("markup"), THINKING)
-    with engine, running(engine, deterministic=True) as found:
         yield found
 
 
@@ -282,15 +267,6 @@ def test_forms_beside_tools(server, monkeypatch):
                 continue
             said, _ = both(client, **asked)
             assert (said["content"] == "b/a") == (text == "b/a") == (not said["calls"])
-
-
-def test_history_has_thoughts(thinking):
-    """As frameworks send back what they were told; the template gets it."""
-    message = {"role": "assistant", "content": "a", "reasoning_content": "the"}
-    found = thinking.client().chat.completions.create(
-        model=MODEL, messages=[*MESSAGES, message, *MESSAGES], max_tokens=1
-    )
-    assert found.usage.completion_tokens == 1
 
 
 # Calls by their first letter

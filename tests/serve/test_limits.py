@@ -18,19 +18,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.serve.test_bodies import said as whole
+from tests.serve.test_bodies import streamed
+from tests.support import serving
 from tests.support.patience import PATIENCE
-from tests.support.serving import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    MODEL,
-    PROMPT,
-    RESPONSES,
-    events,
-    running,
-    storyteller,
-    wait_until,
-)
+from tests.support.serving import CHAT, COMPLETIONS, MODEL, PROMPT, RESPONSES, events, running
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine
 from tinyspec.serve.app import Server
@@ -38,7 +30,7 @@ from tinyspec.serve.app import Server
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
 LONG_ONES = {
     COMPLETIONS: LONG,
-    CHAT: {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True},
+    CHAT: {"messages": serving.MESSAGES, "max_tokens": 1900, "ignore_eos": True},
     RESPONSES: {"input": PROMPT, "max_output_tokens": 1900, "ignore_eos": True},
 }
 
@@ -68,7 +60,7 @@ def test_a_client_that_goes_away(served, path, stream, deterministic):
     given = {"stream": stream, "deterministic": deterministic, **LONG_ONES[path]}
     with connected(served.url) as client:
         client.sendall(posted(path, **given))
-        wait_until(lambda: served.engine.stats().committed > before)
+        serving.wait_until(lambda: served.engine.stats().committed > before)
         assert served.engine.tracker.requests
     served.settled()
     assert served.engine.stats().committed - before < 1000
@@ -118,19 +110,15 @@ def test_long_texts(bundled, monkeypatch):
         assert {one.result().status_code for one in long} == {504}
 
 
+WRONG_KEYS = ["", "Bearer", "secret"]
+WRONG_KEYS += [f"Bearer {word}" for word in ("secre", "secret2", "Secret", "\xe9")]
+
+
 def test_the_key(bundled):
     with running(bundled, api_key="secret") as server:
         asked = f"{server.url}/v1/models"
         assert httpx.get(f"{server.url}/health").status_code == 200
-        for key in (
-            "",
-            "Bearer",
-            "Bearer secre",
-            "Bearer secret2",
-            "Bearer Secret",
-            "secret",
-            "Bearer \xe9",
-        ):
+        for key in WRONG_KEYS:
             refused = httpx.get(asked, headers={"Authorization": key.encode("latin-1")})
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
@@ -170,14 +158,14 @@ def test_the_end_lets_requests_finish(bundled):
     """What runs is answered; afterwards nobody is let in."""
     with ThreadPoolExecutor(1) as pool, running(bundled) as server:
         asked = pool.submit(server.post, COMPLETIONS, **LONG | {"max_tokens": 100})
-        wait_until(lambda: bundled.tracker.requests)
+        serving.wait_until(lambda: bundled.tracker.requests)
     assert asked.result().status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
 
 
 def test_what_no_server_is_made_of(bundled):
-    with storyteller(num_pages=1) as small:
+    with serving.storyteller(num_pages=1) as small:
         for engine, settings, complaint in (
             (bundled, {"timeout": 0}, "timeout=0 is not allowed"),
             (tiny(), {}, "tokenizer"),
@@ -210,7 +198,7 @@ def test_ctrl_c(times, sigint, tmp_path):
             return False
 
     try:
-        wait_until(answers)
+        serving.wait_until(answers)
         (proven,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
         assert (len(proven["results"]["buckets"]) > 1) == (times == 1)
         assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -252,16 +240,9 @@ def asked(n):
 
 
 def said(response):
-    """The text of an answer, streamed or not."""
-    data = events(response) or [response.json()]
-    assert not any(one.get("error") for one in data), data[-1]
-    if "output" in data[0]:
-        return data[0]["output"][0]["content"][0]["text"]
-    if "type" in data[0]:
-        return "".join(one.get("delta", "") for one in data)
-    choices = [choice for one in data for choice in one["choices"]]
-    parts = [choice.get("delta") or choice.get("message") or choice for choice in choices]
-    return "".join(part.get("content") or part.get("text") or "" for part in parts)
+    """What an answer tells, streamed or not."""
+    told = events(response)
+    return str(streamed(told) if told else whole(response.json()))
 
 
 async def one_client(http, seed, solo, until, counts):
@@ -316,7 +297,7 @@ def test_two_hundred_clients(request):
             gc.collect()
             sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
 
-    with storyteller(num_pages=200) as engine, running(engine, LIMITS) as server:
+    with serving.storyteller(num_pages=200) as engine, running(engine, LIMITS) as server:
         asyncio.run(main(server.url))
         server.settled()
         assert engine.pool.num_held == 0 and not engine.tracker.requests

@@ -138,93 +138,59 @@ def said(**own):
     return chat(messages=[*MESSAGES, {"role": "user", **own}])
 
 
-# Message, param and code: what programs read, and who wrote the request.
+# By code, which programs read: a body, and the message with its param, for who wrote the request.
 TOO_LONG = r"This model's maximum context length is 2048 tokens\. "
+AT, NO, NOT = r"messages\.1\.content", "is not allowed", "is not served"
+TOKENS = rf"max_completion_tokens=4000 {NO}: at most \d+ after \d+ prompt tokens"
+TEXT, XML, FORM = {"type": "text", "text": "a"}, {"type": "xml"}, {"type": "json_schema"}
 TOLD = {
-    "an image": (
-        said(content=[{"type": "text", "text": "a"}, IMAGE]),
-        r"messages\.1\.content\.1: image_url is not served, text, input_text or output_text is$",
-        "unsupported_value",
+    "unsupported_value": (
+        (
+            said(content=[TEXT, IMAGE]),
+            rf"{AT}\.1: image_url {NOT}, text, input_text or output_text is$",
+        ),
+        (said(role="wizard", content="x"), rf"messages\.1\.role: wizard {NOT}, dev"),
+        (
+            chat(response_format=XML),
+            rf"response_format: xml {NOT}, text or json_object or json_schema",
+        ),
+        (chat(tool_choice={"type": "x"}), f"tool_choice: x {NOT}, function"),
+        ((RESPONSES, {"input": [{"type": "x"}]}), rf"input\.0: x {NOT}, message"),
     ),
-    "no content": (
-        said(content=5),
-        r"messages\.1\.content: 5 is not allowed: it should be a valid string or a valid list$",
-        "invalid_type",
+    "invalid_type": (
+        (said(content=5), f"{AT}: 5 {NO}: it should be a valid string or a valid list$"),
+        (said(content=[5]), rf"{AT}\.0: 5 {NO}: it should be a valid object$"),
+        ((COMPLETIONS, {"prompt": ["a", 1]}), rf"prompt\.1: 1 {NO}"),
     ),
-    "no part": (
-        said(content=[5]),
-        r"messages\.1\.content\.0: 5 is not allowed: it should be a valid object$",
-        "invalid_type",
+    "missing_required_parameter": (
+        (said(content=[{"type": "text"}]), rf"{AT}\.0\.text: Field required$"),
+        (chat(response_format=FORM), r"response_format\.json_schema: Field required$"),
     ),
-    "a part without text": (
-        said(content=[{"type": "text"}]),
-        r"messages\.1\.content\.0\.text: Field required$",
-        "missing_required_parameter",
+    "invalid_value": (
+        (said(content="abc \ud800"), r"messages='.ud800' is not"),
+        (chat(stop=["a"] * 5), "stop: List should have at most 4"),
+        (chat(temperature=3), f"temperature: 3 {NO}: it should be less than or equal to 2$"),
     ),
-    "half a character": (said(content="abc \ud800"), r"messages='.ud800' is not", "invalid_value"),
-    "a role": (
-        said(role="wizard", content="x"),
-        r"messages\.1\.role: wizard is not served, dev",
-        None,
-    ),
-    "a format": (
-        chat(response_format={"type": "xml"}),
-        r"response_format: xml is not served, text or json_object or json_schema is$",
-        "unsupported_value",
-    ),
-    "a schema": (
-        chat(response_format={"type": "json_schema"}),
-        r"response_format\.json_schema: Field required$",
-        "missing_required_parameter",
-    ),
-    "a choice": (chat(tool_choice={"type": "x"}), "tool_choice: x is not served, function", None),
-    "stops": (chat(stop=["a"] * 5), "stop: List should have at most 4", "invalid_value"),
-    "a range": (
-        chat(temperature=3),
-        "temperature: 3 is not allowed: it should be less than or equal to 2$",
-        "invalid_value",
-    ),
-    "a field": (chat(foo=1), "foo: this field is not served$", "unsupported_parameter"),
-    "a prompt": (
-        (COMPLETIONS, {"prompt": ["a", 1]}),
-        r"prompt\.1: 1 is not allowed",
-        "invalid_type",
-    ),
-    "an item": (
-        (RESPONSES, {"input": [{"type": "x"}]}),
-        r"input\.0: x is not served, message",
-        None,
-    ),
-    "a long prompt": (
-        (COMPLETIONS, {"prompt": LONG}),
-        TOO_LONG + "prompt='3001 tokens' is not allowed",
-        "context_length_exceeded",
-    ),
-    "a longer one": (
-        (COMPLETIONS, {"prompt": LONG * 100}),
-        TOO_LONG + "prompt='600000 characters' is not allowed",
-        "context_length_exceeded",
-    ),
-    "a long answer": (
-        chat(max_completion_tokens=4000),
-        TOO_LONG
-        + r"max_completion_tokens=4000 is not allowed: at most \d+ after \d+ prompt tokens",
-        "context_length_exceeded",
+    "unsupported_parameter": ((chat(foo=1), "foo: this field is not served$"),),
+    "context_length_exceeded": (
+        ((COMPLETIONS, {"prompt": LONG}), f"{TOO_LONG}prompt='3001 tokens' {NO}"),
+        ((COMPLETIONS, {"prompt": LONG * 100}), f"{TOO_LONG}prompt='600000 characters' {NO}"),
+        (chat(max_completion_tokens=4000), TOO_LONG + TOKENS),
     ),
 }
 
 
-@pytest.mark.parametrize("kind", TOLD)
-def test_what_is_told(served, kind):
+@pytest.mark.parametrize("code", TOLD)
+def test_what_is_told(served, code):
     """The place, what stands there and what may; no names of types that a client cannot know."""
-    (path, own), message, code = TOLD[kind]
-    content = json.dumps({"model": MODEL, **own})
-    found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
-    error = found.json()["error"]
-    assert found.status_code == 400 and re.match(message, error["message"]), error
-    assert error["code"] == (code or "unsupported_value")
-    assert re.search(rf"\b{error['param']}\b", message) and error["param"] in own
-    assert not re.search(r"list\[|instance|Input|Text|\bstr\b|function-", error["message"])
+    for (path, own), message in TOLD[code]:
+        content = json.dumps({"model": MODEL, **own})
+        found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
+        error = found.json()["error"]
+        assert found.status_code == 400 and re.match(message, error["message"]), error
+        assert error["code"] == code
+        assert re.search(rf"\b{error['param']}\b", message) and error["param"] in own
+        assert not re.search(r"list\[|instance|Input|Text|\bstr\b|function-", error["message"])
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain"])

@@ -68,14 +68,9 @@ def test_one_answer_in_any_crowd(served, case_seed, monkeypatch):
             given = {"type": "json_schema", "json_schema": wanted}
             own = {"deterministic": True, "return_token_ids": True}
             try:
-                found = await client.chat.completions.create(
-                    model=MODEL,
-                    messages=MESSAGES,
-                    response_format=given,
-                    seed=seed,
-                    max_tokens=60,
-                    extra_body=own,
-                )
+                asked = {"model": MODEL, "messages": MESSAGES, "response_format": given}
+                asked |= {"seed": seed, "max_tokens": 60, "extra_body": own}
+                found = await client.chat.completions.create(**asked)
             except openai.BadRequestError as error:
                 return error.code or str(error.body)
             (choice,) = found.choices

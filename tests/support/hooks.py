@@ -70,7 +70,8 @@ class BoomError(Exception):
 
 
 class Boom(BaseStreamer):
-    """Processor, criterion, streamer or allowed-tokens function that raises at its n-th call."""
+    """Processor, criterion, streamer, drafter or allowed-tokens function that raises at its n-th
+    call."""
 
     def __init__(self, error: BaseException, at: int = 3):
         self.error, self.left = error, at
@@ -89,6 +90,10 @@ class Boom(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         self._count()
+
+    def propose(self, sequences: Any, n: int) -> list[list[int]]:
+        self._count()
+        return [[1] for _ in sequences]
 
     def end(self) -> None:
         self.left = 0

@@ -23,6 +23,16 @@ PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
+START = "{% for message in messages %}{{ message['role'] }}: "
+CONTENT = "{{ message['content'] }}{% for call in message.tool_calls %}{{ call.function.name }}"
+CONTENT += "({{ call.function.arguments.items() | list }}){% endfor %}\n{% endfor %}"
+# Chat templates of tools in two formats, and one of a model that thinks.
+TEMPLATES = {
+    "hermes": "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + START + CONTENT,
+    "llama": '{% if tools %}{{ tools | tojson }} "parameters": {% endif %}' + START + CONTENT,
+}
+THINKING = TEMPLATES["hermes"] + "{% if false %}</think>{% endif %}"
+
 
 @dataclass
 class Served:

@@ -16,17 +16,8 @@ from benchmarks.storyteller import questions as stories
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
-from tinyspec.tools.demo import (
-    AGAIN,
-    BUNDLED,
-    COINS,
-    STAYS,
-    THINKER,
-    WAYS,
-    Demo,
-    demo,
-    demo_thinking,
-)
+from tinyspec.tools import demo as demos
+from tinyspec.tools.demo import BUNDLED, COINS, THINKER, WAYS, Demo, demo, demo_thinking
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +134,10 @@ def test_the_thinking_demo(thinkers, capsys, monkeypatch):
     while first < count:
         active = (n for n in range(first, count - 1) if len(thoughts[n].token_ids) > 1)
         end = next(active, count - 1) + 1
-        expected.append(STAYS * (end - first) + AGAIN * (count - end))
+        expected.append(demos.STAYS * (end - first) + demos.AGAIN * (count - end))
         first = end
     assert rounds(out, 0) == ([len(expected), sum(map(len, expected))], expected)
-    assert rounds(out, 1) == ([count, count], [STAYS] * count)
+    assert rounds(out, 1) == ([count, count], [demos.STAYS] * count)
     short = SamplingParams(thinking=True, deterministic=True)
     outputs = [engine.generate(["A coin."], short) for engine in thinkers.values()]
     outputs[1][0].completions[0].token_ids[0] += 1

@@ -59,6 +59,10 @@ def test_the_same_in_any_order():
     assert not diff(outputs, [*renamed[1:], output(3, token_ids=[5, 6, 8])])
 
 
+OFF = [fp32(0xBF800000), fp32(0xBF800005), fp32(0xBF800002)]
+MOVED = "log-probability -1.0000001192092896 -> -1.0000005960464478"
+
+
 @pytest.mark.parametrize(
     ("changes", "position", "reason"),
     [
@@ -66,11 +70,7 @@ def test_the_same_in_any_order():
         ({"token_ids": [5, 6]}, 2, "token 7 -> (absent)"),
         ({"token_ids": [5, 6, 8], "logprobs": [-1.0] * 3}, 1, "-> -1.0, token 7 -> 8 at 2"),
         ({"token_ids": [5, 6.0, 7]}, 1, "token 6 -> 6.0"),
-        (
-            {"logprobs": [fp32(0xBF800000), fp32(0xBF800005), fp32(0xBF800002)]},
-            1,
-            "log-probability -1.0000001192092896 -> -1.0000005960464478",
-        ),
+        ({"logprobs": OFF}, 1, MOVED),
         ({"logprobs": None}, 0, "logprobs ["),
         ({"top_logprobs": [[(5, -1.0)], [(6, -2.0)]]}, 1, "top log-probabilities [(6, -1.0)] -> "),
         ({"finish_reason": "stop"}, None, "finish_reason 'length' -> 'stop'"),

@@ -14,15 +14,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
+from tests.support import sensitive
 from tests.support.cases import bits_of, drain
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
-from tests.support.sensitive import (
-    PositionSensitiveLinear,
-    RowByRowLinear,
-    ShapeSensitiveLinear,
-    replace_linears,
-)
+from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.cli.main import main
@@ -99,7 +95,7 @@ LAYER = "model.layers.1"
 @pytest.mark.parametrize(
     ("name", "kind", "found"),
     [
-        (f"{LAYER}.mlp.down_proj", PositionSensitiveLinear, f"{LAYER}.mlp.down_proj"),
+        (f"{LAYER}.mlp.down_proj", sensitive.PositionSensitiveLinear, f"{LAYER}.mlp.down_proj"),
         (f"{LAYER}.mlp", Nudges, f"{LAYER}.mlp: as a whole"),
         (LAYER, Nudges, "model"),
     ],

@@ -16,13 +16,8 @@ SOURCE = Path(tinyspec.__file__).parent.parent
 
 
 def run(*command, folder, **environment):
-    child = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    how = {"cwd": folder, "env": {**os.environ, **environment}}
+    child = subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
     assert child.returncode == 0, child.stderr[-2000:]
     return child.stdout
 
@@ -30,11 +25,8 @@ def run(*command, folder, **environment):
 @pytest.fixture
 def clone(tmp_path):
     """A copy of the project, in a folder named as the package."""
-    shutil.copytree(
-        SOURCE / "tinyspec",
-        tmp_path / "tinyspec" / "tinyspec",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SOURCE / "tinyspec", tmp_path / "tinyspec" / "tinyspec", ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(SOURCE / name, tmp_path / "tinyspec")
     for name in ("tests", "benchmarks"):

@@ -91,16 +91,10 @@ def stages_of(diagram):
     for first, *cache in diagram.stages.values():
         texts = [cell.text for cell in first]
         end = texts.index(MODEL.text) if MODEL.text in texts else len(first)
-        found.append(
-            SimpleNamespace(
-                enters=[
-                    c.text.removesuffix(" \N{RIGHTWARDS ARROW}") for c in first if not c.colour
-                ],
-                cells=[cell for cell in first[:end] if cell.colour],
-                outputs=first[end + 1 :],
-                kv=[cell for row in cache for cell in row[1:]],
-            )
-        )
+        enters = [c.text.removesuffix(" \N{RIGHTWARDS ARROW}") for c in first if not c.colour]
+        cells = [cell for cell in first[:end] if cell.colour]
+        kv = [cell for row in cache for cell in row[1:]]
+        found.append(SimpleNamespace(enters=enters, cells=cells, outputs=first[end + 1 :], kv=kv))
     return found
 
 
