@@ -8,39 +8,32 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
-from transformers import LlamaForCausalLM
 
 from tests.support.at_random import check_at_random
 from tests.support.forms import ANY_FORM, has_form
-from tests.support.mixes import Liar
 from tests.support.tokenizers import KINDS, byte_level, tokenizer_of
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import SamplingParams
 from tinyspec.cli.batch import OF_TEXT
 from tinyspec.structured import grammars
 from tinyspec.structured.grammars import Grammars
-from tinyspec.tools.demo import BUNDLED
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
+SCHEMA = {
+    **{"x-guidance": {"whitespace_flexible": False}, "additionalProperties": False},
+    **{"type": "object", "required": ["a", "b"]},
+    "properties": {
+        "a": {"type": "string", "pattern": "^.{0,9}(the|a).{9}$"},
+        "b": {"type": "array", "items": {"enum": ["<think>", "the"]}, "maxItems": 3},
+    },
+}
 # Of the issues of before: large automata, alike rows behind unlike beginnings, lexemes that no
 # matcher can be rolled back in.
 FORMS = {
     "letters": {"regex": r"([a-z]|\s){1,40}(e|t)([a-z]|\s){20}"},
     "words": {"regex": r"(([a-z]{1,9} ){1,9}e){1,9}"},
-    "schema": {
-        "json_schema": {
-            "x-guidance": {"whitespace_flexible": False},
-            "type": "object",
-            "properties": {
-                "a": {"type": "string", "pattern": "^.{0,9}(the|a).{9}$"},
-                "b": {"type": "array", "items": {"enum": ["<think>", "the"]}, "maxItems": 3},
-            },
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        }
-    },
+    "schema": {"json_schema": SCHEMA},
     "brackets": {"grammar": 'start: ("(" X ")" | "[" X "]")~3\nX: /[a-e]+/'},
     "most tokens": {"grammar": 'start: x "!"\nx[max_tokens=5]: /[a-zA-Z ]+/'},
     "forced": {
@@ -118,31 +111,6 @@ def test_a_function_of_the_committed_tokens(form, states, monkeypatch):
     assert differences(form, "markup", states) == 0
 
 
-@pytest.mark.parametrize("states", range(3, 12))
-@pytest.mark.parametrize("pattern", ['("){3,4}', "(ab){3,9}", "((the){1,9}){2,5}"])
-def test_drafts_that_come_true(pattern, states, monkeypatch):
-    """By a limit that a text is near, drafts of its own decide nothing, however they are cut."""
-    tokenizer = tokenizer_of("markup")
-    params, size = params_of({"regex": pattern}, tokenizer), len(tokenizer)
-    tokens, _ = walk(Grammars(tokenizer).of(params), tokenizer, random.Random(1), most=20)
-    monkeypatch.setattr(grammars, "MOST_STATES", states)
-    try:
-        one, other = Grammars(tokenizer).of(params), Grammars(tokenizer).of(params)
-    except ValueError:
-        return  # it is refused, whoever asks
-    places = range(len(tokens) + 1)
-    alone = [told(one, tokens[:n], n, size) for n in places]
-    first = next((n for n in places if isinstance(alone[n], str)), len(tokens))
-    rng, n = random.Random(states), 0
-    while n <= first:
-        drafts = other.beginning(tokens[:n], tokens[n : n + rng.randrange(8)])
-        drafts = drafts[: rng.randrange(len(drafts) + 1)]
-        for place in range(n, n + 1 + len(drafts)):
-            if place <= first:
-                assert told(other, tokens[:place], n, size) == alone[place]
-        n += 1 + len(drafts)
-
-
 def test_matchers_that_are_dropped():
     """Of three completions in turns one matcher is kept; none is when all have ended."""
     tokenizer, form = tokenizer_of("markup"), FORMS["letters"]
@@ -179,19 +147,8 @@ class OneLexer(Grammars):
 
 
 def test_controls(monkeypatch):
-    """One lexer for all gives up for what others explored, and a matcher that is rolled back has
-    the mask of another text. Where llguidance does better, copies and rollback are for free."""
-    tokenizer, form = tokenizer_of("markup"), FORMS["brackets"]["grammar"]
-    make = Grammars(tokenizer)._compile("grammar", form, ("",), (tokenizer.eos_token_id,))
-    one, other = make(), make()
-    for matcher, texts in ((one, ("(b", "[b")), (other, ("[b",))):
-        for text in texts:
-            tokens = tokenizer(text).input_ids
-            matcher.rollback(len(tokens) if text != texts[0] else 0)
-            assert matcher.consume_tokens(tokens)
-            mask = matcher.compute_bitmask()
-    assert mask != one.compute_bitmask()
-
+    """One lexer for all gives up for what others explored. Where llguidance does better, copies are
+    for free."""
     monkeypatch.setattr(grammars, "MOST_STATES", 300)
     assert differences(FORMS["letters"], "markup", 1, OneLexer) > 0
 
@@ -309,56 +266,3 @@ def test_any_form(case_seed):
 
     check_at_random(check, case_seed, 10, form=ANY_FORM)
     assert ended["went on"] > 1
-
-
-WAYS = [
-    {"verify": "always", "draft_window": 16},
-    {"verify": "always", "draft_window": 3, "prefix_cache": False},
-    {"drafter": "ngram"},
-    {"verify": "always", "drafter": Liar(1), "draft_window": 7},
-]
-
-
-@pytest.mark.slow("random use", 20.0, cases=20)
-def test_any_form_in_any_crowd(case_seed):
-    """Alone and padded, and among all others by another way, in another order, after others."""
-
-    def check(forms):
-        rng = random.Random(str(forms))
-        tokenizer, ended = tokenizer_of(rng.choice([*KINDS])), []
-        style = {"max_new_tokens": 50, "logprobs": True, "temperature": 1.5}
-        asked = []
-        for form in forms:
-            given = {name: value for name, value in form.items() if name != "pair"}
-            asked += [(form, params_of(given, tokenizer, seed=n, **style)) for n in range(2)]
-
-        def run(settings, crowds):
-            config = EngineConfig(reference_rows=16, max_rows=64, **settings)
-            found = {}
-            with Engine(LlamaForCausalLM.from_pretrained(BUNDLED), tokenizer, config) as engine:
-                for crowd in crowds:
-                    try:
-                        outputs = engine.generate([[5, 6, 7]] * len(crowd), [p for _, p in crowd])
-                    except ValueError:  # of one that is refused
-                        assert len(crowd) == 1
-                        continue
-                    for (form, params), output in zip(crowd, outputs, strict=True):
-                        (one,) = output.completions
-                        said = one.token_ids, one.logprobs, one.finish_reason, one.error
-                        assert found.setdefault((str(form), params.seed), said) == said
-                        ended.append((form, one))
-            return found
-
-        with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(grammars, "MOST_STATES", rng.choice([60, 300, 250_000]))
-            alone = run({"verify": "padded"}, [[each] for each in asked])
-            crowd = [each for each in asked if (str(each[0]), each[1].seed) in alone]
-            again = rng.sample(crowd, len(crowd))
-            assert not crowd or run(rng.choice(WAYS), [crowd, again, again[:1]]) == alone
-        for form, one in ended:
-            if one.finish_reason == "stop":
-                assert has_form(text_of(tokenizer, one.token_ids[:-1]), form)
-
-    check_at_random(
-        check, case_seed, 2, forms=st.lists(ANY_FORM, min_size=5, max_size=5, unique_by=str)
-    )
