@@ -30,23 +30,39 @@ def served(engine):
         server.settled()
 
 
+def recited(engine, said, prompt="Once", **style):
+    """The completion of a model that says so, whose stream has the same text."""
+    given, tokens = (TOKENIZER(x, add_special_tokens=False)["input_ids"] for x in (prompt, said))
+    style |= {"max_new_tokens": len(tokens), "ignore_eos": True, "deterministic": True}
+    params = SamplingParams(logits_processors=[Recites(tokens, len(given))], **style)
+    (completion,) = engine.generate([given], params)[0].completions
+    assert "".join(event.text for event in engine.stream([given], params)) == completion.text
+    return completion
+
+
 @pytest.mark.parametrize("behind", ["", "!", "\ufffd"])
 def test_a_replacement_character_that_was_meant(engine, behind):
     """U+FFFD itself as the end of a text, which looks like half a character. Came: it is there,
     once, streamed and not, also as a stop string and before one."""
     whole = f"a\ufffd{behind}"
-    for said, stop, text in (
-        (whole, None, whole),
-        (f"{whole}|b", "|", whole),
-        (f"{whole}b", "\ufffd", "a\ufffd"),
+    assert recited(engine, whole).text == whole
+    stopped = recited(engine, f"{whole}|b", stop_strings="|", include_stop_str=False)
+    assert (stopped.text, stopped.stop_reason) == (whole, "|")
+    ended = recited(engine, f"{whole}b", stop_strings="\ufffd")
+    assert (ended.text, ended.stop_reason) == ("a\ufffd", "\ufffd")
+
+
+def test_a_stop_string_over_the_border_of_the_prompt(engine):
+    """Stop strings that the prompt ends with, or begins and the answer completes. Came: only what
+    is generated counts, so both go on, and one in the answer ends it."""
+    for stop, expected in (
+        ("STO", "P! and STO"),
+        ("STOP", "P! and STOP"),
+        ("here", "P! and STOP!"),
     ):
-        tokens = TOKENIZER(said, add_special_tokens=False)["input_ids"]
-        given = {"max_new_tokens": len(tokens), "ignore_eos": True, "deterministic": True}
-        given |= {"stop_strings": stop, "include_stop_str": stop != "|"} if stop else {}
-        params = SamplingParams(logits_processors=[Recites(tokens, 2)], **given)
-        (completion,) = engine.generate([[5, 6]], params)[0].completions
-        assert (completion.text, completion.stop_reason) == (text, stop)
-        assert "".join(event.text for event in engine.stream([[5, 6]], params)) == text
+        completion = recited(engine, "P! and STOP!", "Stop here. STO", stop_strings=stop)
+        assert completion.text.startswith(expected)
+        assert (completion.stop_reason == stop) == (stop != "here")
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer():

@@ -274,7 +274,7 @@ def test_stop_strings_behind_the_least_new_tokens(engine, tokenizer, stop):
         logits_processors=[Recites(ids, 3)],
     )
     asked, expected = [], []
-    for least in range(0, len(ids) + 1, 3):
+    for least in range(0, len(ids) + 1, 7):
         early = len(tokenizer.decode(ids[:least]).rstrip("\ufffd"))
         count, text = len(ids), TEXT
         for n in range(least + 1, len(ids) + 1):

@@ -19,15 +19,7 @@ from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.settings import CALLS, CHANGES, defaults
 from tests.support.soak import IDS, Judge
-from tests.support.stress import (
-    PLACES,
-    REQUESTS,
-    SETTINGS,
-    Stress,
-    Weights,
-    many_switches,
-    output_of,
-)
+from tests.support.stress import REQUESTS, SETTINGS, Stress, Weights, many_switches, output_of
 from tinyspec import Engine
 from tinyspec.determinism import results
 
@@ -130,12 +122,6 @@ def test_control_without_turns(weights, monkeypatch):
 # One other thread, at a known moment
 
 
-def alone(weights: Weights, written: int, put: int) -> tuple[list, str]:
-    """Bits of request ``NUMBER``, and fingerprint, where nobody disturbs."""
-    fingerprint = weights.fingerprints[written, put]
-    return weights.bits[fingerprint][NUMBER], fingerprint
-
-
 def in_thread(work: Callable[..., object], *args: object) -> None:
     """In another one, to its end."""
     thread = threading.Thread(target=work, args=args)
@@ -144,9 +130,9 @@ def in_thread(work: Callable[..., object], *args: object) -> None:
 
 
 @contextmanager
-def at_pass(number: int, works: dict[int, Callable[[], object]]):
-    """In that pass, at these of its ``PLACES``."""
-    left, calls = {(number - 1) * PLACES + place: work for place, work in works.items()}, []
+def at_places(works: dict[int, Callable[[], object]]):
+    """At these places of the next pass, as ``CALLS`` has them."""
+    left, calls = dict(works), []
 
     def call():
         calls.append(len(calls))
@@ -170,7 +156,8 @@ def test_a_setting_by_another_thread(weights, name, when):
     """Set while a request runs, and left: it has its bits, under one fingerprint. Another engine
     that sets what passes have hides nothing from this one."""
     prompt, params = REQUESTS[NUMBER]
-    expected, fingerprint = alone(weights, 0, 0)
+    fingerprint = weights.fingerprints[0, 0]
+    expected = weights.bits[fingerprint][NUMBER]
     get, (value, _), put = CHANGES[name]
     seen = []
 
@@ -195,7 +182,7 @@ def test_a_setting_by_another_thread(weights, name, when):
             change()
         else:
             works = {0: change} if when == "a pass" else {0: change, 3: hide}
-            with at_pass(1, works):
+            with at_places(works):
                 found.append(next(events))
         found += events
     output = output_of(prompt, params, found)
