@@ -124,6 +124,8 @@ def test_complete_texts_end(tokenizer):
         ({"regex": "!+", "logit_bias": {END: 99}}, "!"),
         ({"regex": "!{3}|[?]", "stop_token_ids": ids["?"], "logit_bias": {ids["?"][0]: 99}}, "?"),
         ({"regex": "!{3}", "ignore_eos": True, "stop_token_ids": ids["?"]}, "!!!?"),
+        # Of two end tokens the likelier one, which is a word here.
+        ({"regex": "!{3}", "eos_token_id": [END, 895], "logit_bias": {895: 99}}, "!!! rice"),
         ({"regex": ""}, ""),
     ]
     with engine_of(tokenizer) as engine:
