@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.cases import bits_of, drain, greedy, model_of, run, steady, text, whole
-from tests.support.mixes import bits, crowd
+from tests.support.mixes import bits, crowd, plain
 from tests.support.pages import check_residents
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import SamplingParams
@@ -89,6 +89,18 @@ def test_a_pass_that_fails_once_loses_nothing(at, page_size):
         assert {c.finish_reason for o in outputs for c in o.completions} == {"length"}
         assert whole(engine)
         check_residents(engine)
+
+
+def test_control_a_failed_pass_shows_in_plain_requests():
+    model, faulty = faulty_model()
+    requests = [(prompt, plain(wanted)) for prompt, wanted in asked()]
+    found = []
+    for at in (0, 5):
+        with steady(model) as engine:
+            faulty.arm(lambda call, ids, at=at: call == at)
+            found.append(bits_of(run(engine, requests)))
+    assert faulty.raised == 1
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("deterministic, copies", [(True, 3), (False, 1)])

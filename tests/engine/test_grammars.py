@@ -111,6 +111,31 @@ def test_a_function_of_the_committed_tokens(form, states, monkeypatch):
     assert differences(form, "markup", states) == 0
 
 
+@pytest.mark.parametrize("states", range(3, 12))
+@pytest.mark.parametrize("pattern", ['("){3,4}', "(ab){3,9}", "((the){1,9}){2,5}"])
+def test_drafts_that_come_true(pattern, states, monkeypatch):
+    """By a limit that a text is near, drafts of its own decide nothing, however they are cut."""
+    tokenizer = tokenizer_of("markup")
+    params, size = params_of({"regex": pattern}, tokenizer), len(tokenizer)
+    tokens, _ = walk(Grammars(tokenizer).of(params), tokenizer, random.Random(1), most=20)
+    monkeypatch.setattr(grammars, "MOST_STATES", states)
+    try:
+        one, other = Grammars(tokenizer).of(params), Grammars(tokenizer).of(params)
+    except ValueError:
+        return  # it is refused, whoever asks
+    places = range(len(tokens) + 1)
+    alone = [told(one, tokens[:n], n, size) for n in places]
+    first = next((n for n in places if isinstance(alone[n], str)), len(tokens))
+    rng, n = random.Random(states), 0
+    while n <= first:
+        drafts = other.beginning(tokens[:n], tokens[n : n + rng.randrange(8)])
+        drafts = drafts[: rng.randrange(len(drafts) + 1)]
+        for place in range(n, n + 1 + len(drafts)):
+            if place <= first:
+                assert told(other, tokens[:place], n, size) == alone[place]
+        n += 1 + len(drafts)
+
+
 def test_matchers_that_are_dropped():
     """Of three completions in turns one matcher is kept; none is when all have ended."""
     tokenizer, form = tokenizer_of("markup"), FORMS["letters"]

@@ -260,6 +260,13 @@ def test_what_needs_an_idle_engine_waits(committed):
         stream.close()
 
 
+def test_two_warm_ups(proven_on_demand):
+    with engine_of(tiny()) as engine, ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(engine.warm_up) for _ in range(2)]:
+            done.result(PATIENCE)
+        assert engine.contract.results.sizes == list(engine.contract.buckets.sizes)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_reader_with_another_number_of_threads(deterministic, two_threads):
     """Its passes run on the number that is being proven; a deterministic request of its own is
@@ -330,6 +337,34 @@ def test_what_a_handler_raises_in_a_pause_leaves_the_turn_where_it_is():
             assert told(engine.generate([PROMPT], ASKED)[0]) == expected()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_while_another_thread_proves(monkeypatch):
+    """Takes effect at once: the call that waits has nothing half done."""
+    prepare, proving, ended = proof.Prober.prepare, Event(), []
+
+    def slow(prober):
+        proving.set()
+        until = time.monotonic() + PATIENCE
+        while not ended and time.monotonic() < until:
+            time.sleep(0.01)
+            prober.pause()
+        return prepare(prober)
+
+    monkeypatch.setattr(proof.Prober, "prepare", slow)
+    with engine_of(tiny()) as engine, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(engine.generate, [PROMPT], ASKED)
+        proving.wait(PATIENCE)
+        pool_of_one = Thread(
+            target=lambda: (time.sleep(0.3), signal.pthread_kill(main, signal.SIGINT))
+        )
+        main = get_ident()
+        pool_of_one.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT], ASKED)
+        assert not other.done()
+        ended.append(1)
+        assert told(other.result(PATIENCE)[0]) == expected()
 
 
 def test_a_task_that_ends_during_a_proof(monkeypatch):

@@ -70,6 +70,14 @@ def test_requests_of_all_share_passes(engine, expected):
     assert max(record.running for record in engine.records) > 2, "more than one thread's"
 
 
+def test_control_plain_requests_depend_on_each_other(engine):
+    """The comparison can fail: without the flag, in a crowd."""
+    plain = [[(p, replace(s, deterministic=False)) for p, s in own] for own in REQUESTS]
+    alone = [one_by_one(engine, own) for own in plain]
+    found = together(lambda n: bits_of(run(engine, plain[n])))
+    assert found != alone
+
+
 def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):
     """By ``abort``, by a stream that is closed, and by one that is dropped."""
 

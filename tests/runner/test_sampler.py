@@ -350,3 +350,29 @@ def test_prompt_logprobs(max_rows, deterministic):
         first, *rest = output.prompt_logprobs
         assert first is None
         assert rest == near(values, LOGPROBS)
+
+
+def test_kept_noise_changes_no_bit(sampler):
+    """Greedy and sampled rows, filtered ones, some without kept noise; and what is kept of it."""
+    rng, count, vocab = np.random.default_rng(0), 12, 997
+    logits = torch.tensor(rng.normal(size=(count, vocab)), dtype=torch.float32)
+    keys, positions = rng.integers(0, 1 << 62, count), rng.integers(1, 90, count)
+    heat = np.where(np.arange(count) % 4, rng.uniform(0.3, 1.5, count), 0.0)
+
+    def found(own, rows=slice(None)):
+        places = np.arange(count)[rows]
+        top_k = np.where((places % 3 > 0) | (heat[rows] == 0), 0, 20)
+        ones = np.ones(len(places))
+        given = keys[rows], positions[rows], heat[rows], top_k, ones, 0 * ones
+        batch = SampleBatch(np.arange(len(places)), *given, logprobs=True)
+        drawn = own.sample(logits[rows], batch)
+        return drawn.tokens.tolist(), drawn.logprobs.tolist()
+
+    expected = found(sampler)
+    assert found(sampler)[0] != logits.argmax(1).tolist(), "control"
+    own = Sampler(kernels.load("torch"))
+    for kept in (slice(0, 7), slice(4, None), slice(None)):
+        own.keep_noise(keys[kept], positions[kept], vocab)
+        assert found(own) == expected
+        assert found(own, kept) == tuple(part[kept] for part in expected)
+        assert len(own._noise) == len(own._at) == len(keys[kept])
