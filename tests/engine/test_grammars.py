@@ -8,15 +8,19 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
+from transformers import LlamaForCausalLM
 
 from tests.support.at_random import check_at_random
 from tests.support.forms import ANY_FORM, has_form
+from tests.support.mixes import Liar
 from tests.support.tokenizers import KINDS, byte_level, tokenizer_of
-from tinyspec import SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.batch import OF_TEXT
 from tinyspec.structured import grammars
 from tinyspec.structured.grammars import Grammars
+from tinyspec.tools.demo import BUNDLED
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -291,3 +295,56 @@ def test_any_form(case_seed):
 
     check_at_random(check, case_seed, 10, form=ANY_FORM)
     assert ended["went on"] > 1
+
+
+WAYS = [
+    {"verify": "always", "draft_window": 16},
+    {"verify": "always", "draft_window": 3, "prefix_cache": False},
+    {"drafter": "ngram"},
+    {"verify": "always", "drafter": Liar(1), "draft_window": 7},
+]
+
+
+@pytest.mark.slow("random use", 20.0, cases=20)
+def test_any_form_in_any_crowd(case_seed):
+    """Alone and padded, and among all others by another way, in another order, after others."""
+
+    def check(forms):
+        rng = random.Random(str(forms))
+        tokenizer, ended = tokenizer_of(rng.choice([*KINDS])), []
+        style = {"max_new_tokens": 50, "logprobs": True, "temperature": 1.5}
+        asked = []
+        for form in forms:
+            given = {name: value for name, value in form.items() if name != "pair"}
+            asked += [(form, params_of(given, tokenizer, seed=n, **style)) for n in range(2)]
+
+        def run(settings, crowds):
+            config = EngineConfig(reference_rows=16, max_rows=64, **settings)
+            found = {}
+            with Engine(LlamaForCausalLM.from_pretrained(BUNDLED), tokenizer, config) as engine:
+                for crowd in crowds:
+                    try:
+                        outputs = engine.generate([[5, 6, 7]] * len(crowd), [p for _, p in crowd])
+                    except ValueError:  # of one that is refused
+                        assert len(crowd) == 1
+                        continue
+                    for (form, params), output in zip(crowd, outputs, strict=True):
+                        (one,) = output.completions
+                        said = one.token_ids, one.logprobs, one.finish_reason, one.error
+                        assert found.setdefault((str(form), params.seed), said) == said
+                        ended.append((form, one))
+            return found
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(grammars, "MOST_STATES", rng.choice([60, 300, 250_000]))
+            alone = run({"verify": "padded"}, [[each] for each in asked])
+            crowd = [each for each in asked if (str(each[0]), each[1].seed) in alone]
+            again = rng.sample(crowd, len(crowd))
+            assert not crowd or run(rng.choice(WAYS), [crowd, again, again[:1]]) == alone
+        for form, one in ended:
+            if one.finish_reason == "stop":
+                assert has_form(text_of(tokenizer, one.token_ids[:-1]), form)
+
+    check_at_random(
+        check, case_seed, 2, forms=st.lists(ANY_FORM, min_size=5, max_size=5, unique_by=str)
+    )
