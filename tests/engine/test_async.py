@@ -133,21 +133,6 @@ def test_cancelling_aborts(served, expected):
     assert found == expected[0]
 
 
-def test_who_reads_slowly_gets_more_at_a_time(served, expected):
-    """Nothing piles up, and nobody waits."""
-
-    async def main():
-        sizes = []
-        async for event in served.stream([REQUESTS[0][0]], REQUESTS[0][1]):
-            sizes.append(len(event.token_ids))
-            if len(sizes) == 1:
-                await settled(served)
-        return sizes
-
-    sizes = run(main())
-    assert len(sizes) == 2 and sum(sizes) == len(expected[0][0][0])
-
-
 @pytest.mark.parametrize(
     ("interval", "count", "tokens"),
     [(None, 2, 1), (None, 17, 2), (None, 33, 3), (1, 17, 1), (5, 2, 5)],
@@ -176,17 +161,6 @@ def test_streams_of_a_crowd_get_more_at_a_time(interval, count, tokens):
 
     with Engine(tiny(), config=EngineConfig(num_pages=200, page_size=8)) as engine:
         run(main(engine))
-
-
-def test_what_is_refused_is_its_callers(served, expected):
-    async def main():
-        bad = [one(served, [1, 500], None), read(served, [1] * 600, LONG)]
-        return await asyncio.gather(*bad, one(served, *REQUESTS[1]), return_exceptions=True)
-
-    first, second, good = run(main())
-    assert isinstance(first, ValueError) and "token id=500" in str(first)
-    assert isinstance(second, ValueError) and "prompt='600 tokens'" in str(second)
-    assert bits(good) == expected[1]
 
 
 def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, monkeypatch):

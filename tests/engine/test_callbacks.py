@@ -1,8 +1,6 @@
 """Code of the user's that a step calls, and that calls the engine, raises or interrupts: nothing is
 committed half, lost or told twice."""
 
-from __future__ import annotations
-
 import _signal
 from dataclasses import replace
 
@@ -14,6 +12,7 @@ from tests.support import signals
 from tests.support.drop_in import PAD, SMALL
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, interrupts
+from tinyspec.engine import request_tracker
 
 CONFIG = EngineConfig(reference_rows=16)
 
@@ -181,3 +180,22 @@ def test_a_handler_that_is_not_pythons_stays(monkeypatch):
     with interrupts.between_steps(), interrupts.at_once():
         pass
     assert set_to == []
+
+
+def test_a_bar_counts_completions_and_waits(monkeypatch, capsys):
+    """That of ``progress=True``: it shows where a call takes more than two seconds."""
+    bars, few = [], SamplingParams(max_new_tokens=3)
+
+    class Bar(request_tracker.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            assert self.delay == 2.0 and not self.disable
+            bars.append(self)
+
+    monkeypatch.setattr(request_tracker, "tqdm", Bar)
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.generate(prompts(2), few, progress=True)
+        engine.score(prompts(1), [[5, 6]], progress=True)
+        engine.generate(prompts(1), few)
+    assert [(bar.total, bar.n) for bar in bars] == [(2, 2), (1, 1)], "without progress none"
+    assert capsys.readouterr().err == "", "it took less than two seconds"

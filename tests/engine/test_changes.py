@@ -3,8 +3,6 @@
 The oracle is an engine on another model of the same weights, to which the change was made before.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace
@@ -188,25 +186,6 @@ def test_a_change_by_another_thread():
             thread.join()
     assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 400
     assert "the weights changed while it was running" in completion.error
-
-
-@pytest.mark.parametrize("change", each(FOLLOWED, changes.buffer_replaced), **NAME)
-def test_a_change_between_calls(change):
-    """And, with a request that was added before it, between that and the first step."""
-    (before, _), old = fresh(change, False)
-    (after, _), new = fresh(change, True)
-    model = model_for(change)
-    with engine_of(model) as engine:
-        first = engine.generate([PROMPT], asking())[0]
-        added = engine.add_request(PROMPT, asking())
-        change(model)
-        outputs = [engine.generate([PROMPT], asking())[0], *drain(engine).values()]
-        again = engine.generate([PROMPT], asking())[0]
-    assert (bits(first), first.fingerprint) == (before, old)
-    assert added in [output.request_id for output in outputs] and len(outputs) == 2
-    for output in (*outputs, again):
-        assert (bits(output), output.fingerprint) == (after, new)
-    assert old != new and (before != after or change is changes.threads), "the change matters"
 
 
 def halved(model):

@@ -5,8 +5,6 @@ Every second point is a call of a Python function in the main thread; the others
 which another thread sends the signal, also while the main one waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
@@ -28,6 +26,7 @@ from tests.support import signals
 from tests.support.cases import bits_of, drain, engine_of, greedy, model_of, run, text, whole
 from tests.support.drop_in import PAD, SMALL
 from tests.support.patience import PATIENCE
+from tests.support.stress import streamed
 from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.determinism import results
 
@@ -59,15 +58,7 @@ class Subject:
         return bits_of(run(self.engine, REQUESTS))
 
     def stream(self) -> Any:
-        found: dict[int, list[Any]] = {}
-        for event in self.engine.stream(PROMPTS, PARAMS):
-            found.setdefault(event.prompt, []).append(event)
-        made = []
-        for _, events in sorted(found.items()):
-            tokens = [token for event in events for token in event.token_ids]
-            logprobs = [value for event in events for value in event.logprobs]
-            made.append([(tokens, logprobs, events[-1].finish_reason)])
-        return made
+        return streamed(self.engine, REQUESTS)
 
     def step(self) -> Any:
         for request in REQUESTS:

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.loading import saved
 from tests.support.tiny import tiny
-from tinyspec import AsyncEngine, Engine, SamplingParams, UnsupportedModelError, doctor
+from tinyspec import AsyncEngine, Engine, UnsupportedModelError, doctor
 from tinyspec.config import EngineConfig
 from tinyspec.engine import input_processor as loading
 from tinyspec.tools.demo import BUNDLED, THINKER
@@ -94,16 +94,6 @@ def test_what_is_handed_on(monkeypatch, how):
     Engine.from_pretrained("some/name", quantization_config=quantized, device="cpu").close()
     given = {"quantization_config": quantized, "device_map": {"": torch.device("cpu")}}
     assert calls["model"] == ("some/name", {"dtype": "auto", **given})
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_a_folder_without_a_tokenizer(tmp_path, family):
-    """Of some types transformers would make an empty tokenizer."""
-    with Engine.from_pretrained(saved(tmp_path, tiny(family))) as engine:
-        assert engine.tokenizer is None
-        assert len(engine.generate([[1, 2]], SamplingParams(max_new_tokens=4))) == 1
-        with pytest.raises(ValueError, match=r"prompt='Hello' .* the engine has no tokenizer"):
-            engine.generate("Hello")
 
 
 def test_other_doors_hand_on_too():

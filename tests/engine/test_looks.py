@@ -1,8 +1,6 @@
 """Nothing leaves an engine that a look has not found sound: what is computed while the model, or a
 setting, changes is neither committed nor kept for others, whatever way out it takes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading
@@ -147,9 +145,7 @@ def test_tensors_that_count_no_writes_before_an_abort(ends):
             model.lm_head.weight.mul_(1.5)
         if ends == "abort":
             engine.step()
-            with pytest.raises(ValueError, match="request_id"):  # it has ended by then
-                engine.abort(events.requests[0].request_id)
-                raise ValueError("request_id")
+            engine.abort(events.requests[0].request_id)
         engine.close()
         (sequence,) = events.requests[0].sequences
     assert sequence.finish_reason == "abort" and CHANGED in sequence.error
@@ -233,10 +229,7 @@ def test_a_signal_handler_that_would_wait_for_its_own_thread():
             while not told:
                 time.sleep(0.001)
 
-    before, main = (
-        signal.signal(signal.SIGUSR1, handler),
-        threading.main_thread().ident,
-    )
+    before, main = (signal.signal(signal.SIGUSR1, handler), threading.main_thread().ident)
     try:
         with engine_of(tiny()) as engine:
             thread = Thread(target=hold, daemon=True)
@@ -323,21 +316,3 @@ def test_a_post_that_cannot_be_done_is_nobodys_error():
     with engine_of(model) as engine:
         found = asyncio.run(asyncio.wait_for(main(), PATIENCE))
     assert found == expected()
-
-
-def test_who_waits_for_passes_is_not_passed_over_again_and_again():
-    """Beside two threads that ask for turns all the time."""
-    ended = Event()
-
-    def polls():
-        while not ended.is_set():
-            engine.check_model()
-
-    with engine_of(tiny()) as engine, ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(polls) for _ in range(2)]
-        found = pool.submit(engine.generate, [PROMPT], greedy(9))
-        try:
-            assert found.result(20)[0].completions[0].finish_reason == "length"
-        finally:
-            ended.set()
-        assert all(each.result(PATIENCE) is None for each in others)

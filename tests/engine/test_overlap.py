@@ -83,23 +83,6 @@ def test_who_is_left_out_of_a_pass_comes_next():
     assert steps(True) == steps(False) < 20
 
 
-def test_a_step_fetches_once_and_commits_the_oldest_pass():
-    """Passes of plain tokens: the second is launched before the first is fetched."""
-    params, counts = SamplingParams(max_new_tokens=9), []
-    with steady(model_of("as is")) as engine:
-        queue = queue_of(engine)
-        engine.add_request(text(6), params)
-        while engine.has_unfinished():
-            engine.step()
-            counts.append((queue.launches, queue.fetches, engine.records[-1].committed))
-        assert counts == [*((n + 1, n, 1) for n in range(1, 9)), (9, 9, 1)]
-        assert [record.number for record in engine.records] == list(range(9))
-        late = engine.generate([text(6)], params)[0].completions[0].token_ids
-    with steady(model_of("as is"), overlap=False) as engine:
-        assert engine.generate([text(6)], params)[0].completions[0].token_ids == late
-        assert queue_of(engine).most == 1  # control
-
-
 def test_control_reading_too_early_raises(monkeypatch):
     with steady(model_of("as is")) as engine:
         queue = queue_of(engine)

@@ -32,17 +32,10 @@ STYLES = {
     "bad words": {"bad_words_ids": WORDS, "temperature": 0.9, "seed": 4},
     "allowed": {"allowed_token_ids": FEW, "temperature": 1.3, "seed": 6},
     "all": {
-        "allowed_token_ids": [*FEW, *END],
-        "logit_bias": BIAS,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.6,
-        "presence_penalty": 0.9,
-        "bad_words_ids": [*WORDS, [21]],
-        "eos_token_id": END,
-        "min_new_tokens": 5,
-        "temperature": 1.1,
-        "seed": 5,
-        "num_return_sequences": 2,
+        **{"allowed_token_ids": [*FEW, *END], "logit_bias": BIAS, "bad_words_ids": [*WORDS, [21]]},
+        **{"repetition_penalty": 1.2, "frequency_penalty": 0.6, "presence_penalty": 0.9},
+        **{"eos_token_id": END, "min_new_tokens": 5, "num_return_sequences": 2},
+        **{"temperature": 1.1, "seed": 5},
     },
 }
 

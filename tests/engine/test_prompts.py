@@ -1,7 +1,6 @@
 """Prompts in every form: lists, tensors and arrays, and what a tokenizer returns."""
 
 import json
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.cli.main import main
-from tinyspec.tools.demo import BUNDLED, THINKER
+from tinyspec.tools.demo import BUNDLED
 
 SHORT = SamplingParams(max_new_tokens=2)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 1, 2, 3]]
@@ -199,15 +197,6 @@ def test_chats_that_are_refused(chats, chat, message):
             chats.generate({"messages": USER, "tools": TOOLS}, SHORT)
     finally:
         chats.tokenizer.chat_template = TEMPLATE
-
-
-def test_unknown_words_are_counted(capsys, monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
-    given = ["generate", "--model", str(THINKER), "--max-new-tokens", "2"]
-    for adverb, told in (("quietly", True), ("<unk>", False)):
-        assert main([*given, f"Alice flips the coin {adverb}."]) == 0
-        said = capsys.readouterr().err
-        assert ("prompt: 1 tokens are unknown to the tokenizer" in said) == told, said
 
 
 @pytest.mark.parametrize("text, told", [("a b", 0), ("a </s> b", 0), ("a c b", 1)])

@@ -1,8 +1,6 @@
 """A proof lets others use the engine between its passes: streams go on, and what they or others do
 to the model, the engine or the process meanwhile leaves nothing wrong behind."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,5 +1,6 @@
-"""Models with recurrent layers: whatever happens to a sequence, its state is that of its committed
-tokens. Control: a state that is lost shows in every request, as the models remember."""
+"""Models with recurrent layers or short convolutions: whatever happens to a sequence, its state, or
+what lies in its pages, is that of its committed tokens. Control: what is lost shows in every
+request, as the models remember."""
 
 import copy
 import sys
@@ -28,17 +29,18 @@ from tests.support.mixes import HalfLiar
 from tests.support.recorded import as_on_a_gpu
 from tests.support.recurrence import scanned
 from tests.support.tolerances import assert_as_good_as_torch
-from tinyspec import Engine, UnsupportedModelError
+from tinyspec import Engine, SamplingParams, UnsupportedModelError
 from tinyspec.config import STATE_TILE
 from tinyspec.model.recurrent import DELTA, MAMBA2
 
 KINDS = [kind for kind in HYBRIDS if kind != "convolutions"]
+recurrent = pytest.mark.parametrize("kind", KINDS)
 PROMPTS = [text(n, seed=n) for n in (1, 14, 16, 33)]
 REQUESTS = [(prompt, greedy(24)) for prompt in PROMPTS]
 REQUESTS += [(PROMPTS[3], greedy(24, temperature=0.9, seed=3, num_return_sequences=3))]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=HYBRIDS)
 def subject(request):
     """A kind, and the bits of every request alone."""
     with engine_of(model_of(request.param), prefix_cache=False, overlap=False) as engine:
@@ -50,7 +52,7 @@ def free(engine):
     return whole(engine) and states_whole(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@recurrent
 def test_the_models_remember(kind):
     """Another first token shows in the logits 300 tokens later."""
     model, ids = zoo.tiny(HYBRIDS[kind]), torch.tensor([text(301), [7, *text(301)[1:]]])
@@ -61,9 +63,10 @@ def test_the_models_remember(kind):
     assert (one - other).abs().max() > 1e-3 * one.abs().max()
 
 
-def test_sizes_that_repeat_the_distinct_rows(subject):
+@recurrent
+def test_sizes_that_repeat_the_distinct_rows(kind):
     """On states of their own: canonical, as a dense model's are on a CPU."""
-    with engine_of(zoo.tiny(HYBRIDS[subject[0]]), max_rows=256) as engine:
+    with engine_of(zoo.tiny(HYBRIDS[kind]), max_rows=256) as engine:
         found = engine.contract.probe(fresh=True, attention_rows=1).buckets
     assert max(bucket.rows for bucket in found) == 256 and all(b.canonical for b in found[-3:])
 
@@ -104,8 +107,9 @@ def test_control_a_state_that_is_lost(subject, lost):
         kernels, context = engine.runner.kernels, engine.served.context
 
         def forgetful(name, *given, **rule):
-            for layer in context.states:
-                getattr(layer, lost).zero_()
+            parts = [getattr(layer, lost) for layer in context.states]
+            for part in parts or engine.runner.cache.rows:
+                part.zero_()
             return getattr(kernels, name)(*given, **rule)
 
         changed = {name: partial(forgetful, name) for name in ("recurrent", "short_conv")}
@@ -130,7 +134,7 @@ def mamba2(x, dt, a, b, c, D, dt_bias=None, dt_softplus=False, dt_limit=(0.0, to
     return (found + D.double()[:, None] * values).to(x.dtype)[None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@recurrent
 def test_logits_beside_an_exact_recurrence(kind, monkeypatch):
     """Of a whole model: no farther from fp64, whose states go on token by token, than twice what
     transformers' own fp32 is. Control: a recurrence that forgets is elsewhere."""
@@ -165,17 +169,17 @@ def test_settings(subject, settings, monkeypatch):
     if "backend" in settings:
         as_on_a_gpu(monkeypatch)
     with engine_of(model_of(subject[0]), **settings) as engine:
-        assert {part.dtype for layer in engine.runner.cache.states for part in layer} == {
-            torch.float32
-        }
+        cache = engine.runner.cache
+        parts = [*cache.rows, *(part for layer in cache.states for part in layer)]
+        assert {part.dtype for part in parts} == {torch.float32}
         assert bits_of(run(engine, REQUESTS[1:4])) == one_by_one(engine, REQUESTS[1:4])
         assert free(engine)
 
 
-def test_states_that_are_kept(subject):
+@recurrent
+def test_states_that_are_kept(kind):
     """A second turn starts behind the first one; of more prompts than there is room for the latest
     are kept."""
-    kind, _ = subject
     model, wanted = model_of(kind), greedy(24)
     with engine_of(model, page_size=16, max_sequences=2) as engine:
         (first,) = engine.generate([text(70)], wanted)
@@ -205,6 +209,8 @@ def test_weights_that_change(subject):
             for module in model.modules():
                 if hasattr(module, "A_log"):
                     module.A_log.add_(1.0)
+                if isinstance(module, nn.Conv1d):
+                    module.weight.mul_(-1)
         (after,) = engine.generate([PROMPTS[3]], greedy(12))
         assert before.fingerprint != after.fingerprint and bits_of([before]) != bits_of([after])
         assert after.completions[0].stats.cached_prompt_tokens == 0
@@ -212,9 +218,9 @@ def test_weights_that_change(subject):
             assert bits_of(fresh.generate([PROMPTS[3]], greedy(12))) == bits_of([after])
 
 
-def test_values_that_are_not_finite(subject):
+@recurrent
+def test_values_that_are_not_finite(kind):
     """A wrong draft whose rows are NaN takes no other with it, whatever of its tile it reaches."""
-    kind, _ = subject
     model, poison = model_of(kind), 191
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = torch.nan
@@ -229,8 +235,9 @@ def test_values_that_are_not_finite(subject):
         assert engine.stats().drafted and free(engine)
 
 
-def test_scores_and_audit(subject):
-    model = model_of(subject[0])
+@recurrent
+def test_scores_and_audit(kind):
+    model = model_of(kind)
     with engine_of(model) as engine:
         outputs = engine.generate(PROMPTS, greedy(24))
         tokens = [o.completions[0].token_ids for o in outputs]
@@ -239,9 +246,10 @@ def test_scores_and_audit(subject):
         assert tinyspec.audit(engine, outputs)
 
 
-def test_exact_forwards_and_gradients(subject):
+@recurrent
+def test_exact_forwards_and_gradients(kind):
     """Logits of a forward are those of generation; gradients are refused by name."""
-    model = zoo.tiny(HYBRIDS[subject[0]])
+    model = zoo.tiny(HYBRIDS[kind])
     with engine_of(model) as engine:
         (made,) = engine.generate([PROMPTS[3]], greedy(24))
         ids = torch.tensor([[*PROMPTS[3], *made.completions[0].token_ids]])
@@ -254,23 +262,52 @@ def test_exact_forwards_and_gradients(subject):
         assert found.tolist() == made.completions[0].logprobs
 
 
+def doubled(layer):
+    """Compute something else."""
+
+    class Doubled(type(layer)):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    layer.__class__ = Doubled
+
+
+def own_forward(layer):
+    layer.forward = partial(type(layer).forward, layer)
+
+
+def padded(layer):
+    layer.conv = nn.Conv1d(64, 64, 3, groups=64, padding=1)
+
+
+def layer_of(model):
+    """Its first one with a state."""
+    kinds = ("Lfm2ShortConv", "Qwen3_5GatedDeltaNet")
+    return next(module for module in model.modules() if type(module).__name__ in kinds)
+
+
+UNKNOWN = [("qwen3_5_text", doubled), ("qwen3_5_text", own_forward)]
+UNKNOWN += [("lfm2", doubled), ("lfm2", padded)]
+
+
 def test_others_are_refused():
     """A layer that computes something else, or calls what is not known."""
-
-    for change in ("forward", "class"):
-        model = zoo.tiny("qwen3_5_text")
-        layer = model.model.layers[0].linear_attn
-        if change == "forward":
-            layer.forward = partial(type(layer).forward, layer)
-        else:
-
-            class Other(type(layer)):
-                def forward(self, *args, **kwargs):
-                    return 2 * super().forward(*args, **kwargs)
-
-            layer.__class__ = Other
+    for family, change in UNKNOWN:
+        change(layer_of(model := zoo.tiny(family)))
         with pytest.raises(UnsupportedModelError, match="of its 2 layers with a state 1 are known"):
             Engine(model)
+
+
+def test_hooks_of_a_convolution():
+    """On the module they run, on the convolution inside of it they would not."""
+    model, called, params = zoo.tiny("lfm2"), [], SamplingParams(max_new_tokens=2)
+    layer_of(model).register_forward_hook(lambda *_: called.append(1))
+    with engine_of(model) as engine:
+        engine.generate([[1, 2]], params)
+        assert called
+        layer_of(model).conv.register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match=r"conv\.conv has forward hooks"):
+            engine.generate([[1, 2]], params)
 
 
 def test_a_model_without_attention():

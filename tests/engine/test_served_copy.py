@@ -2,8 +2,6 @@
 saved and copied at any moment by any thread, and every call follows what changed of it.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -5,8 +5,6 @@ another than its request's alone, no page is lost, memory is flat.
 Controls: the judge finds a lost page, a wrong token, weights that nobody has and kept memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

@@ -1,4 +1,5 @@
-"""Plain requests that a drafter proposes tokens for: what they are without it, in fewer passes."""
+"""Plain requests: transformers' own tokens; with drafts of a drafter what they are without it, in
+fewer passes."""
 
 from itertools import takewhile
 
@@ -8,8 +9,9 @@ import torch
 
 from tests.support.cases import model_of, run, steady, text, whole
 from tests.support.mixes import Liar
+from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
 from tests.support.tolerances import OTHER_PASS, close
-from tinyspec import SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.drafts import drafter
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.passes import PassRecord
@@ -45,6 +47,19 @@ def generate(asked, **settings):
         outputs = run(engine, asked)
         assert whole(engine)
         return outputs, engine.stats()
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_greedy_tokens_are_transformers_own(family, page_size):
+    asked = [(prompt, SamplingParams(max_new_tokens=16)) for prompt in prompts(6)]
+    model, found = tiny(family), []
+    for one in (model, tiny(seed=1)):
+        with Engine(one, config=EngineConfig(page_size=page_size)) as engine:
+            found.append(tokens(run(engine, asked)))
+    assert found[0] == [hf_greedy(model, prompt, 16) for prompt in prompts(6)]
+    assert found[1] != found[0], "control: another model's are others"
 
 
 STYLES = {

@@ -3,8 +3,6 @@
 Control: the same machine with plain requests finds bits that differ.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from typing import ClassVar

@@ -4,8 +4,6 @@ request's alone, none hangs, none is lost. And what a single other thread may do
 Control: where no call waits for another thread's, the same rounds go wrong.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -14,24 +12,14 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
 from tests.engine.test_soak import seconds
-from tests.support.cases import drain, engine_of
+from tests.support.cases import engine_of
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.settings import CALLS, CHANGES, defaults
 from tests.support.soak import IDS, Judge
-from tests.support.stress import (
-    CHANGED,
-    PLACES,
-    PUT,
-    REQUESTS,
-    SETTINGS,
-    Stress,
-    Weights,
-    many_switches,
-)
+from tests.support.stress import REQUESTS, SETTINGS, Stress, Weights, many_switches, output_of
 from tinyspec import Engine
 from tinyspec.determinism import results
 
@@ -134,45 +122,6 @@ def test_control_without_turns(weights, monkeypatch):
 # One other thread, at a known moment
 
 
-class Held:
-    """A thread that does something that it is in the middle of until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        self.begun.set()
-        self.go_on.wait(PATIENCE)
-
-    @contextmanager
-    def __call__(self, work: Callable[[], object]):
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            assert self.begun.wait(PATIENCE)
-            yield
-        finally:
-            self.go_on.set()
-            thread.join(PATIENCE)
-
-
-def alone(weights: Weights, written: int, put: int) -> tuple[list, str]:
-    """Bits of request ``NUMBER``, and fingerprint, where nobody disturbs."""
-    fingerprint = weights.fingerprints[written, put]
-    return weights.bits[fingerprint][NUMBER], fingerprint
-
-
-class Slow(torch.Tensor):
-    """Token ids of which the first use waits."""
-
-    held: Held
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.held.wait()
-        return super().__torch_function__(function, types, args, kwargs)
-
-
 def in_thread(work: Callable[..., object], *args: object) -> None:
     """In another one, to its end."""
     thread = threading.Thread(target=work, args=args)
@@ -181,9 +130,9 @@ def in_thread(work: Callable[..., object], *args: object) -> None:
 
 
 @contextmanager
-def at_pass(number: int, works: dict[int, Callable[[], object]]):
-    """In that pass, at these of its ``PLACES``."""
-    left, calls = {(number - 1) * PLACES + place: work for place, work in works.items()}, []
+def at_places(works: dict[int, Callable[[], object]]):
+    """At these places of the next pass, as ``CALLS`` has them."""
+    left, calls = dict(works), []
 
     def call():
         calls.append(len(calls))
@@ -197,60 +146,18 @@ def at_pass(number: int, works: dict[int, Callable[[], object]]):
     assert not left, "it was done"
 
 
-@pytest.mark.parametrize("when", ["within a pass", "for four passes", "before the submit"])
-def test_functional_call_beside_a_request(weights, when):
-    """While another thread has put other weights into the model, a request goes on with its own,
-    or ends saying so: it has the bits of its fingerprint. Who comes later has the model's."""
-    model, held, (prompt, params) = weights.make(), Held(), REQUESTS[NUMBER]
-    before, fingerprint = alone(weights, 0, 0)
-    during, other = alone(weights, 0, 1)
-    Slow.held = held
-
-    def call():
-        with torch.no_grad():
-            value = {PUT: nn.Parameter(weights.put[1])}
-            torch.func.functional_call(model, value, (IDS.as_subclass(Slow),))
-
-    outputs, block = [], held(call)
-    with engine_of(model, **ONE_BY_ONE) as engine:
-        engine.fingerprint  # noqa: B018 - what is to be proven is
-        if when != "before the submit":
-            engine.add_request(prompt, params)
-            outputs += engine.step() + engine.step() + engine.step()
-        if when == "within a pass":  # around the norm whose weight is another one
-            with at_pass(1, {1: block.__enter__, 2: lambda: block.__exit__(None, None, None)}):
-                outputs += engine.step()
-        else:
-            with block:
-                if when == "before the submit":
-                    engine.add_request(prompt, params)
-                outputs += [output for _ in range(4) for output in engine.step()]
-        outputs += drain(engine).values()
-        later = engine.generate([prompt], params)[0]
-    (output,) = outputs
-    expected = {fingerprint: before, other: during}[output.fingerprint]
-    (completion,) = output.completions
-    if completion.finish_reason == "abort":
-        assert CHANGED in completion.error
-        tokens, logprobs, _ = expected[0]
-        count = len(completion.token_ids)
-        assert completion.token_ids == tokens[:count] and completion.logprobs == logprobs[:count]
-    else:
-        assert bits(output) == expected
-    assert (bits(later), later.fingerprint) == (before, fingerprint)
-    assert before != during, "the weights matter"
-
-
 WHEN = ("a pass", "a pass, before one of another engine", "between passes")
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_by_another_thread(weights, name, when):
     """Set while a request runs, and left: it has its bits, under one fingerprint. Another engine
     that sets what passes have hides nothing from this one."""
     prompt, params = REQUESTS[NUMBER]
-    expected, fingerprint = alone(weights, 0, 0)
+    fingerprint = weights.fingerprints[0, 0]
+    expected = weights.bits[fingerprint][NUMBER]
     get, (value, _), put = CHANGES[name]
     seen = []
 
@@ -275,13 +182,11 @@ def test_a_setting_by_another_thread(weights, name, when):
             change()
         else:
             works = {0: change} if when == "a pass" else {0: change, 3: hide}
-            with at_pass(1, works):
+            with at_places(works):
                 found.append(next(events))
         found += events
-    tokens = [token for event in found for token in event.token_ids]
-    logprobs = [value for event in found for value in event.logprobs]
-    assert [(tokens, logprobs, found[-1].finish_reason)] == expected
-    assert {event.fingerprint for event in found} == {fingerprint}
+    output = output_of(prompt, params, found)
+    assert (bits(output), output.fingerprint) == (expected, fingerprint)
     assert seen[0] == value
 
 
@@ -296,18 +201,3 @@ def test_control_settings_matter(weights):
                 assert not torch.equal(model(IDS).logits, own)
                 defaults()
     assert torch.equal(model(IDS).logits, own)
-
-
-def test_weights_put_in_place_within_a_pass(weights):
-    """By another thread, between two layers of one pass: what the request has is of one model."""
-    prompt, params = REQUESTS[NUMBER]
-    model, value = weights.make(), nn.Parameter(weights.put[1].clone())
-    tokens, logprobs, _ = alone(weights, 0, 0)[0][0]
-    with engine_of(model, **ONE_BY_ONE) as engine:
-        engine.fingerprint  # noqa: B018 - what is to be proven is
-        with at_pass(4, {0: lambda: in_thread(setattr, model.model.norm, "weight", value)}):
-            (completion,) = engine.generate([prompt], params)[0].completions
-    count = len(completion.token_ids)
-    assert completion.finish_reason == "abort" and CHANGED in completion.error
-    assert 0 < count < len(tokens)
-    assert completion.token_ids == tokens[:count] and completion.logprobs == logprobs[:count]

@@ -19,15 +19,13 @@ from tinyspec.tools.demo import BUNDLED, THINKER
 llguidance = pytest.importorskip("llguidance")
 END = 0
 SCHEMA = {
-    "x-guidance": {"whitespace_flexible": False},
-    "type": "object",
+    **{"x-guidance": {"whitespace_flexible": False}, "additionalProperties": False},
+    **{"type": "object", "required": ["name", "age", "friends"]},
     "properties": {
         "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,5}$"},
         "age": {"type": "integer", "minimum": 0, "maximum": 99},
         "friends": {"type": "array", "items": {"enum": ["fox", "bear"]}, "maxItems": 2},
     },
-    "required": ["name", "age", "friends"],
-    "additionalProperties": False,
 }
 REGEX = r"(The|A) (fox|bear) (ran|sat)( and (ran|sat)){2,3}\."
 LARK = 'start: "yes" | "no" | (word " ")~2 "!"\nword: /[a-z]{2,5}/'
@@ -126,6 +124,8 @@ def test_complete_texts_end(tokenizer):
         ({"regex": "!+", "logit_bias": {END: 99}}, "!"),
         ({"regex": "!{3}|[?]", "stop_token_ids": ids["?"], "logit_bias": {ids["?"][0]: 99}}, "?"),
         ({"regex": "!{3}", "ignore_eos": True, "stop_token_ids": ids["?"]}, "!!!?"),
+        # Of two end tokens the likelier one, which is a word here.
+        ({"regex": "!{3}", "eos_token_id": [END, 895], "logit_bias": {895: 99}}, "!!! rice"),
         ({"regex": ""}, ""),
     ]
     with engine_of(tokenizer) as engine:

@@ -14,9 +14,11 @@ import torch
 
 from tests.support import signals
 from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one, run, text, whole
+from tests.support.drop_in import PAD, patched
 from tests.support.patience import PATIENCE
+from tests.support.stress import streamed
 from tests.support.tiny import tiny
-from tinyspec import AsyncEngine, SamplingParams
+from tinyspec import AsyncEngine, EngineConfig, SamplingParams, canonical
 from tinyspec.engine.driver import Driver
 
 THREADS = 4
@@ -58,19 +60,6 @@ def together(work, count=THREADS) -> list:
 
     with ThreadPoolExecutor(count) as pool:
         return [future.result(PATIENCE) for future in [pool.submit(begin, n) for n in range(count)]]
-
-
-def streamed(engine, requests) -> list:
-    """The bits of ``requests``, put together from events."""
-    found = {}
-    events = engine.stream([p for p, _ in requests], [s for _, s in requests])
-    for event in events:
-        tokens, logprobs, reason = found.setdefault(event.request_id, ([], [], []))
-        tokens += event.token_ids
-        logprobs += event.logprobs
-        reason.append(event.finish_reason)
-    each = [found[request.request_id] for request in events.requests]
-    return [[(tokens, logprobs, reason[-1])] for tokens, logprobs, reason in each]
 
 
 def test_requests_of_all_share_passes(engine, expected):
@@ -152,24 +141,6 @@ def test_ctrl_c_ends_the_main_threads_requests_alone(engine, expected, leads, si
             )
         ended.set()
         assert [future.result(PATIENCE) for future in futures] == expected[:2]
-
-
-def test_a_forked_process_is_told(engine):
-    """At once, whatever the parent's threads hold."""
-    engine.generate([[1, 2]], greedy(2))
-    served = AsyncEngine(engine)
-    calls = (
-        lambda: engine.generate([[1, 2]]),
-        lambda: next(engine.stream([[1, 2]])),
-        lambda: engine.add_request([1, 2]),
-        engine.step,
-        engine.close,
-        lambda: asyncio.run(served.generate([[1, 2]])),
-        lambda: asyncio.run(served.abort("request-0")),
-    )
-    with engine.driver.turn("test"):
-        assert signals.told_in_a_fork(*calls) == len(calls)
-    assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
 
 
 def test_a_thread_with_another_number_of_torchs_threads(engine, expected):
@@ -275,6 +246,65 @@ def test_a_step_may_not_be_entered_from_within(engine, expected, where):
         handle.remove()
     assert refused.keys() == CALLS.keys() and len(output.completions[0].token_ids) == 4
     assert bits_of(run(engine, REQUESTS[0])) == expected[0]
+
+
+def test_a_fork_is_told_whatever_runs():
+    """While another thread's call is in the middle of a pass, and a stream is unfinished; each call
+    by its name for it, and the parent goes on."""
+    begun, go_on = Event(), Event()
+
+    def waits(ids, scores):
+        begun.set()
+        go_on.wait(PATIENCE)
+        return scores
+
+    model = tiny()
+    with patched(tiny()) as other, engine_of(model, **SETTINGS, max_rows=32) as engine:
+        (prompt, params), (second, _) = ALL[:2]
+        (output,) = engine.generate([prompt], params)
+        ids = torch.tensor([prompt])
+        call = {"max_new_tokens": 2, "pad_token_id": PAD}
+        expected = other.generate(ids, **call)
+        block = canonical(other, EngineConfig(reference_rows=16, max_rows=16))
+        stream, served = engine.stream([second], LONG), AsyncEngine(engine)
+        next(stream)
+        name = engine.add_request(second, LONG)
+        calls = [
+            lambda: engine.generate([prompt]),
+            lambda: engine.score([prompt], [second]),
+            lambda: engine.replay([output]),
+            lambda: engine.stream([prompt]),
+            lambda: next(stream),
+            stream.close,
+            lambda: engine.add_request(prompt),
+            engine.step,
+            lambda: engine.abort(name),
+            engine.weights_changed,
+            engine.warm_up,
+            engine.release,
+            lambda: engine.reserve(1),
+            lambda: engine.fingerprint,
+            engine.close,
+            lambda: asyncio.run(served.score([prompt], [second])),
+            lambda: asyncio.run(served.abort(name)),
+            lambda: other.generate(ids, **call),
+        ]
+        slow = SamplingParams(max_new_tokens=2, logits_processors=[waits])
+        with block, ThreadPoolExecutor(1) as pool:
+            calls.append(lambda: other(ids))
+            beside = pool.submit(engine.generate, [prompt], slow)
+            try:
+                assert begun.wait(PATIENCE)
+                found = [signals.told_in_a_fork(call) for call in calls]
+            finally:
+                go_on.set()
+            assert len(beside.result(PATIENCE)[0].completions[0].token_ids) == 2
+        assert found == [1] * len(calls)
+        assert next(stream).token_ids
+        stream.close()
+        engine.abort(name)
+        assert bits_of(run(engine, ALL[:1])) == bits_of([output])
+        assert torch.equal(other.generate(ids, **call), expected)
 
 
 # The driver

@@ -58,6 +58,7 @@ def test_it_agrees_with_what_outputs_say(settings):
             s = completion.stats
             expected = [s.drafted, s.accepted, s.rolled_back, s.rollbacks, s.verify_passes]
             assert found[output.request_id, index] == (expected, completion.token_ids)
+    assert stats.committed == sum(len(tokens) for _, tokens in found.values())
     for name in ("committed", "accepted", "rolled_back", "drafted"):
         assert sum(getattr(one, name) for one in passes) == getattr(stats, name)
     assert stats.rolled_back > 0 or "drafter" not in settings

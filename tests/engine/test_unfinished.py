@@ -1,9 +1,6 @@
-"""What is left unfinished: at the interpreter's end, in a reference cycle, by a reader that stops,
-in a forked process. And plain requests, which go on when the model changes."""
+"""What is left unfinished: at the interpreter's end, in a reference cycle, by a reader that stops.
+And plain requests, which go on when the model changes."""
 
-from __future__ import annotations
-
-import asyncio
 import gc
 import os
 import subprocess
@@ -17,13 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import signals
 from tests.support.cases import bits_of, drain, engine_of, greedy, run, text, whole
 from tests.support.changes import Scaled
-from tests.support.drop_in import PAD, patched
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
-from tinyspec import AsyncEngine, EngineConfig, SamplingParams, canonical
+from tinyspec import SamplingParams
 
 SETTINGS = {"page_size": 8, "num_pages": 120, "max_rows": 32}
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
@@ -116,21 +111,6 @@ def passes(engine) -> int:
     return sum(engine.stats().passes.values())
 
 
-def test_no_passes_run_while_nobody_waits():
-    """After an event, and after another thread's call."""
-    with engine_of(tiny(), **SETTINGS) as engine:
-        stream = engine.stream([[1, 2, 3]], LONG)
-        next(stream)
-        counts = []
-        for _ in range(3):
-            before = passes(engine)
-            threading.Event().wait(0.02)
-            counts.append(passes(engine) - before)
-            next(stream)
-            assert passes(engine) > before, "control: it has passes when it is read"
-        assert counts == [0, 0, 0]
-
-
 def test_a_stream_alone_is_one_pass_ahead_of_its_reader():
     """Of plain requests an event is one pass: as many passes as events, and one at most."""
     with engine_of(tiny(), **SETTINGS, drafter=None) as engine:
@@ -157,67 +137,6 @@ def test_a_stream_that_is_never_resumed():
         assert not engine.has_unfinished()
         assert bits_of(run(engine, REQUESTS)) == alone
         assert whole(engine)
-
-
-# Forks
-
-
-def test_a_fork_is_told_whatever_runs(monkeypatch):
-    """While another thread's call is in the middle of a pass, and a stream is unfinished; each call
-    by its name for it, and the parent goes on."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def waits(ids, scores):
-        begun.set()
-        go_on.wait(PATIENCE)
-        return scores
-
-    model = tiny()
-    with patched(tiny()) as other, engine_of(model, **SETTINGS) as engine:
-        (prompt, params), (second, _) = REQUESTS
-        (output,) = engine.generate([prompt], params)
-        ids = torch.tensor([prompt])
-        call = {"max_new_tokens": 2, "pad_token_id": PAD}
-        expected = other.generate(ids, **call)
-        block = canonical(other, EngineConfig(reference_rows=16, max_rows=16))
-        stream, served = engine.stream([second], LONG), AsyncEngine(engine)
-        next(stream)
-        name = engine.add_request(second, LONG)
-        calls: list[Callable[[], object]] = [
-            lambda: engine.generate([prompt]),
-            lambda: engine.score([prompt], [second]),
-            lambda: engine.replay([output]),
-            lambda: engine.stream([prompt]),
-            lambda: next(stream),
-            stream.close,
-            lambda: engine.add_request(prompt),
-            engine.step,
-            lambda: engine.abort(name),
-            engine.weights_changed,
-            engine.warm_up,
-            engine.release,
-            lambda: engine.reserve(1),
-            lambda: engine.fingerprint,
-            engine.close,
-            lambda: asyncio.run(served.score([prompt], [second])),
-            lambda: other.generate(ids, **call),
-        ]
-        slow = SamplingParams(max_new_tokens=2, logits_processors=[waits])
-        with block, ThreadPoolExecutor(1) as pool:
-            calls.append(lambda: other(ids))
-            beside = pool.submit(engine.generate, [prompt], slow)
-            try:
-                assert begun.wait(PATIENCE)
-                found = [signals.told_in_a_fork(call) for call in calls]
-            finally:
-                go_on.set()
-            assert len(beside.result(PATIENCE)[0].completions[0].token_ids) == 2
-        assert found == [1] * len(calls)
-        assert next(stream).token_ids
-        stream.close()
-        engine.abort(name)
-        assert bits_of(run(engine, REQUESTS[:1])) == bits_of([output])
-        assert torch.equal(other.generate(ids, **call), expected)
 
 
 # Plain requests
@@ -269,6 +188,7 @@ def continued(change: Callable[[nn.Module], object], tokens: list[int], count: i
         return engine.generate([tokens], params)[0].completions[0].token_ids
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("how", ["stream", "step", "another thread"])
 @pytest.mark.parametrize("change", CHANGES, **NAME)
 def test_plain_requests_go_on(change, how):

@@ -4,8 +4,6 @@ The engines compute with the twins, so that their sequences go on; what the Trit
 launched with is recorded before each pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from inspect import getsource
 

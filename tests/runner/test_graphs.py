@@ -3,8 +3,6 @@
 Controls: graphs that replay the lengths, tokens or page tables of their capture are found.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sampling: the right distribution, the right tokens kept, and every row by itself."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

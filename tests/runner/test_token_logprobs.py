@@ -1,7 +1,5 @@
 """``tinyspec.token_logprobs``: the bits of generation, the gradient of the formula."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The scheduler by itself: random traces with made-up tokens in place of a model."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import NamedTuple

@@ -379,3 +379,12 @@ def output_of(prompt: list[int], params: SamplingParams, events: list[Any]) -> R
         completion.finish_reason, completion.error = event.finish_reason, event.error
     known = fingerprints.pop() if len(fingerprints) == 1 else None
     return RequestOutput(events[0].request_id, prompt, params, completions, known)
+
+
+def streamed(
+    engine: tinyspec.Engine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[Any]:
+    """The bits of each of ``requests``, put together from the events of one stream."""
+    events = list(engine.stream(*map(list, zip(*requests, strict=True))))
+    each = [[event for event in events if event.prompt == n] for n in range(len(requests))]
+    return [bits(output_of(*given, own)) for given, own in zip(requests, each, strict=True)]

@@ -1,8 +1,6 @@
 """Text is what tokens add to that of those before them: with tokenizers whose decoder strips a
 space at the start of a text (Llama-2, Phi-3, early Mistral), and inside characters."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.script import Recites
 from tests.support.serving import MODEL, running, speaking
 from tests.support.tokenizers import KINDS, tokenizer_of
-from tinyspec import SamplingParams, audit
+from tinyspec import SamplingParams
 from tinyspec.text.decoding import INCOMPLETE, TextStream, bytes_of, decode, decode_behind, text_of
 
 SMILE = "\N{GRINNING FACE}"
@@ -92,15 +90,6 @@ def test_a_character_that_the_prompt_begins(engine, cut):
         assert output.completions[0].text == text == streamed(engine, ids, params)
 
 
-def test_an_audit_knows_it(engine):
-    token_ids = spelled(engine.tokenizer, " the a")
-    params = SamplingParams(deterministic=True, max_new_tokens=6, ignore_eos=True, seed=1)
-    outputs = engine.generate([engine.tokenizer("the").input_ids + token_ids], params)
-    assert audit(engine, outputs)
-    outputs[0].completions[0].text = outputs[0].completions[0].text[1:]
-    assert not audit(engine, outputs)
-
-
 def tokens_of(kind):
     """Ids of a tokenizer without special ones."""
     tokenizer = tokenizer_of(kind)
@@ -139,23 +128,6 @@ def test_bytes_of_part_of_a_character(kind):
 def client(engine):
     with running(engine) as served:
         yield served.client()
-
-
-def test_echo_and_names_of_tokens(client, engine):
-    """What is echoed and what follows is the text of both, and a token has one name, wherever it
-    stands; ``text_offset`` finds it there."""
-    the, bias = spelled(engine.tokenizer, " the"), {}
-    assert len(the) == 1
-    bias[str(the[0])] = 100
-    (choice,) = client.completions.create(
-        model=MODEL, prompt="the the", max_tokens=3, echo=True, logprobs=1, logit_bias=bias
-    ).choices
-    assert choice.text == "the the the the the"
-    names = choice.logprobs.tokens
-    assert "".join(names) == choice.text
-    assert names[-4:] == [" the"] * 4
-    for place, name in zip(choice.logprobs.text_offset, names, strict=True):
-        assert choice.text[place:].startswith(name)
 
 
 @pytest.mark.parametrize("stream", [False, True])
