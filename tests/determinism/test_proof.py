@@ -1,6 +1,5 @@
 """What a proof rests on and what it survives: facts on disk, linear kernel, weights, adapters."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 from tests.support import changes
 from tests.support.budget import first
 from tests.support.cases import bits_of, facts_of, one_by_one, run
-from tests.support.mixes import crowd
 from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tests.support.zoo import tiny as of_zoo
@@ -351,34 +349,6 @@ NAME = "model.layers.1.mlp.down_proj"
 def test_a_linear_that_differs_at_one_row_count_is_caught(filled):
     found = broken_by(replaced(tiny(), NAME), filled)
     assert [rows for rows, names in found.items() if NAME in names] == [4]
-
-
-@pytest.mark.parametrize("random_b", [False, True])
-def test_an_adapter_with_b_of_zero(random_b):
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=8, target_modules=["down_proj"], init_lora_weights=not random_b)
-    model = peft.get_peft_model(tiny(), settings).eval()
-    layer = model.base_model.model.get_submodule(NAME)
-    assert bool(layer.lora_B["default"].weight.any()) == random_b
-    assert not any("lora_B" in name for name in broken_by(model)[4]), "control"
-    layer.lora_B["default"] = OtherAtFourRows(layer.lora_B["default"])
-    assert f"{NAME}.lora_B.default" in broken_by(model)[4]
-
-
-@pytest.mark.parametrize("filled", ["zero", "identity"])
-def test_a_proof_on_other_weights_holds_for_those_loaded_later(filled):
-    """The first token's log-probability too: alone, a prompt of one token is a pass of one row."""
-    weights = tiny().state_dict()
-    model = replace_linears(tiny(), ShapeSensitiveLinear)
-    with engine_of(model) as engine:
-        fill(model, filled)
-        engine.contract.ensure()
-        assert engine.contract.results.canonical == [8]
-        engine.generate([[1, 2, 3]], DETERMINISTIC)
-        model.load_state_dict(weights)
-        requests = [(prompt, DETERMINISTIC) for prompt in prompts(4)]
-        together = run(engine, [*requests, *crowd(random.Random(0), 9)])
-        assert bits_of(together[:4]) == one_by_one(engine, requests)
 
 
 SLOW = pytest.mark.slow("crosses", 1)

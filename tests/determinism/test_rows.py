@@ -9,9 +9,6 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tests.support.sensitive import PositionSensitiveLinear, RowByRowLinear, ShapeSensitiveLinear
-from tests.support.walk import CONFIG
-from tests.support.zoo import MODEL_TYPES, tiny
-from tinyspec import Engine
 from tinyspec.determinism.rows import (
     SHORT,
     agree,
@@ -20,7 +17,6 @@ from tinyspec.determinism.rows import (
     keeps_places,
     needles_of_bucket,
     probe_pool,
-    same_bits,
     sensitive_pool,
     unequal_bits,
 )
@@ -131,22 +127,6 @@ def test_every_bucket_with_leftovers_is_found(width):
         assert any(facts_of(leaves_some_over(salt), **more)[1] for salt in range(25))
 
 
-@pytest.mark.skipif("kolibri1" not in MODEL_TYPES, reason="this transformers has no kolibri1")
-def test_sigmoid_of_a_router():
-    """kolibri1: [R, 2] sigmoids. Of 56 rows, 8 are left over from vectors of AVX-512."""
-    rows = torch.randn(2000, 2) * 2
-    expected = in_passes(torch.sigmoid, rows, CONFIG.reference_rows)
-    with Engine(tiny("kolibri1"), config=CONFIG) as engine:
-        facts = engine.contract.probe()
-    broken = {fact.rows for fact in facts.buckets if any("sigmoid" in n for n in fact.broken_by)}
-    unlike = {
-        fact.rows
-        for fact in facts.buckets
-        if not same_bits(in_passes(torch.sigmoid, rows, fact.rows), expected)
-    }
-    assert unlike <= broken
-
-
 # Sums of few terms: products of bf16 numbers have 16 bits, so that fp32 holds a sum of few of them
 # whatever the order, unless terms of widely different size meet.
 
@@ -158,45 +138,18 @@ def weight_of(terms: int, dtype: torch.dtype, outputs: int = OUTPUTS) -> torch.T
     return (torch.randn(outputs, terms, generator=generator) / terms**0.5).to(dtype)
 
 
-def chain(order):
-    """One term after the other. An order of additions is a number, or a set of two orders, as
-    a + b is b + a."""
-    *before, last = order
-    return frozenset((chain(before), last)) if before else last
-
-
-def halves(order):
-    middle = len(order) // 2
-    return frozenset((halves(order[:middle]), halves(order[middle:]))) if middle else order[0]
-
-
-def lanes(terms: int, count: int):
-    """As vectors of ``count`` numbers are summed."""
-    return chain(chain(range(lane, terms, count)) for lane in range(min(count, terms)))
-
-
-def every_order(terms: tuple[int, ...]):
+def any_order(terms: list[int], rng: random.Random):
+    """A number, or a set of two orders, as a + b is b + a: in a chain, by halves, or otherwise."""
     if len(terms) == 1:
-        return [terms[0]]
-    first, rest = terms[0], terms[1:]
-    found = []
-    for count in range(len(rest)):
-        for beside in combinations(rest, count):
-            others = tuple(term for term in rest if term not in beside)
-            ways = every_order((first, *beside))
-            found += [frozenset((a, b)) for a in ways for b in every_order(others)]
-    return found
+        return terms[0]
+    cut = rng.choice((1, len(terms) // 2, rng.randrange(1, len(terms))))
+    return frozenset((any_order(terms[:cut], rng), any_order(terms[cut:], rng)))
 
 
 def orders(terms: int):
-    """All of up to five terms; of more those that libraries have, and random ones."""
-    if terms <= 5:
-        return every_order(tuple(range(terms)))
-    numbers, generator = list(range(terms)), random.Random(0)
-    found = [chain(numbers), chain(numbers[::-1]), halves(numbers)]
-    found += [lanes(terms, count) for count in (2, 4, 8) if count < terms]
-    found += [chain(generator.sample(numbers, terms)) for _ in range(30)]
-    return list(dict.fromkeys(found))
+    """Many different ones."""
+    rng = random.Random(0)
+    return {any_order(rng.sample(range(terms), terms), rng) for _ in range(60)}
 
 
 def total(products: torch.Tensor, order) -> torch.Tensor:

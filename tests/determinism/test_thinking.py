@@ -55,17 +55,6 @@ def requests_of(rng, seed):
     return found
 
 
-def test_plain_bits_depend_on_what_else_runs():
-    """Control: the same requests without ``deterministic``."""
-    model = replace_linears(thinking_model(), ShapeSensitiveLinear)
-    plain = [(prompt, replace(wanted, deterministic=False)) for prompt, wanted in NEEDLES]
-    with engine_of(model, thinking_window=1) as engine:
-        one = [all_bits(engine.generate([prompt], wanted)[0]) for prompt, wanted in plain]
-    with engine_of(model, thinking_window=None) as engine:
-        found = run(engine, plain + requests_of(random.Random(0), 0))
-    assert [all_bits(output) for output in found[: len(plain)]] != one
-
-
 class Mixing(nn.Module):
     """A linear that adds to every chunk a little of its neighbours."""
 

@@ -14,14 +14,7 @@ import torch
 
 from tests.support import late_device, zoo
 from tests.support.budget import first
-from tests.support.cases import (
-    bits_of,
-    engine_of,
-    model_of,
-    one_by_one,
-    run,
-    whole,
-)
+from tests.support.cases import bits_of, engine_of, model_of, one_by_one, run, whole
 from tests.support.mixes import Liar, bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears

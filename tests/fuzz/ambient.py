@@ -27,10 +27,8 @@ from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 Setting = tuple[Callable[[Any], Any], Callable[[], Any], tuple[Any, ...]]
-
-
 HALVES = (torch.bfloat16, torch.float16)
-DTYPE: Setting = (torch.set_default_dtype, torch.get_default_dtype, (torch.float64, *HALVES))
+cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
 
 
 @contextmanager
@@ -46,35 +44,8 @@ def denormals_are_flushed() -> bool:
     return not bool(torch.tensor([2.0**-140], dtype=torch.float32).mul(0.5).item())
 
 
-FLUSH: Setting = (torch.set_flush_denormal, denormals_are_flushed, (True,))
-MATMUL_PRECISION: Setting = (
-    torch.set_float32_matmul_precision,
-    torch.get_float32_matmul_precision,
-    ("high", "medium"),
-)
-THREADS: Setting = (torch.set_num_threads, torch.get_num_threads, (2, 3))
-DETERMINISTIC_ALGORITHMS: Setting = (
-    torch.use_deterministic_algorithms,
-    torch.are_deterministic_algorithms_enabled,
-    (True,),
-)
-FLASH: Setting = (
-    torch.backends.cuda.enable_flash_sdp,
-    torch.backends.cuda.flash_sdp_enabled,
-    (False,),
-)
-
-
 def _attribute(owner: Any, name: str, values: tuple[Any, ...]) -> Setting:
     return lambda value: setattr(owner, name, value), lambda: getattr(owner, name), values
-
-
-MKLDNN = _attribute(torch.backends.mkldnn, "enabled", (False,))
-MKLDNN_MATMUL = _attribute(
-    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-    "fp32_precision",
-    ("bf16", "tf32"),
-)
 
 
 def _disturb(state: Tensor | int) -> None:
@@ -83,8 +54,6 @@ def _disturb(state: Tensor | int) -> None:
     else:
         torch.set_rng_state(state)
 
-
-RANDOM_STATE: Setting = (_disturb, torch.get_rng_state, (1, 2, 3))
 
 # <fenv.h> on x86-64: to nearest, down, up, towards zero.
 NEAREST, OTHERS = 0x000, (0x400, 0x800, 0xC00)
@@ -99,11 +68,38 @@ def _libm() -> ctypes.CDLL:
     return ctypes.CDLL("libm.so.6")
 
 
-ROUNDING: Setting = (
-    lambda mode: _libm().fesetround(mode),
-    lambda: _libm().fegetround(),
-    OTHERS,
-)
+def _rounding() -> int:
+    return _libm().fegetround() if can_round() else NEAREST
+
+
+SETTINGS: dict[str, Setting] = {
+    "default dtype": (torch.set_default_dtype, torch.get_default_dtype, (torch.float64, *HALVES)),
+    "flush denormal": (torch.set_flush_denormal, denormals_are_flushed, (True,)),
+    "matmul precision": (
+        *(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision),
+        ("high", "medium"),
+    ),
+    "threads": (torch.set_num_threads, torch.get_num_threads, (2, 3)),
+    "deterministic algorithms": (
+        *(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled),
+        (True,),
+    ),
+    "flash attention off": (cuda.enable_flash_sdp, cuda.flash_sdp_enabled, (False,)),
+    "mkldnn off": _attribute(mkldnn, "enabled", (False,)),
+    "mkldnn matmul precision": _attribute(
+        mkldnn.matmul,  # type: ignore[attr-defined]
+        "fp32_precision",
+        ("bf16", "tf32"),
+    ),
+    "global random state": (_disturb, torch.get_rng_state, (1, 2, 3)),
+    "rounding mode": (lambda mode: _libm().fesetround(mode), _rounding, OTHERS),
+    # All threads on one core.
+    "one core": (
+        lambda cores: os.sched_setaffinity(0, cores),
+        lambda: os.sched_getaffinity(0),
+        ({min(os.sched_getaffinity(0))},),
+    ),
+}
 
 
 def _nudged(value: Any) -> Any:
@@ -143,21 +139,15 @@ def hook_all_modules() -> Callable[[], None]:
 
 def state() -> dict[str, object]:
     """What a run must leave as it was."""
-    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    return {
-        "default dtype": torch.get_default_dtype(),
+    found = {name: get() for name, (_, get, _) in SETTINGS.items()}
+    del found["global random state"]
+    if found["mkldnn matmul precision"] == "none":
+        found["mkldnn matmul precision"] = "ieee"
+    return found | {
         "default device": torch.get_default_device(),
-        "threads": torch.get_num_threads(),
-        "flush denormal": denormals_are_flushed(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "mkldnn matmul": "ieee" if precision == "none" else precision,
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "gradients": torch.is_grad_enabled(),
         "anomalies": torch.is_anomaly_enabled(),
-        "rounding": ROUNDING[1]() if can_round() else NEAREST,
     }
 
 
@@ -209,11 +199,3 @@ def poison_memory() -> Callable[[], None]:
     made = [torch.full((16 << n,), torch.nan) for n in range(13) for _ in range(8)]
     made.clear()
     return made.clear
-
-
-# All threads on one core.
-CORES: Setting = (
-    lambda cores: os.sched_setaffinity(0, cores),
-    lambda: os.sched_getaffinity(0),
-    ({min(os.sched_getaffinity(0))},),
-)

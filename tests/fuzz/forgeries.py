@@ -13,6 +13,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ import numpy as np
 
 from tinyspec import Completion, Engine, RequestOutput, SamplingParams
 
-SAME, PARTIAL, NOT_COMPARABLE, DIFFERS = "same", "partial", "not comparable", "differs"
 Data = dict[str, Any]
 Change = Callable[[Any, random.Random], Any]
 TRIES = 300
@@ -284,17 +284,8 @@ def _in_memory(output: RequestOutput, rng: random.Random) -> tuple[str, RequestO
 
 
 FIELDS = (
-    "token_ids",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "text",
-    "finish_reason",
-    "error",
-    "stop_reason",
-    "completions",
-    "prompt_token_ids",
-    "fingerprint",
+    *("token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "text", "finish_reason"),
+    *("error", "stop_reason", "completions", "prompt_token_ids", "fingerprint"),
 )
 PARTS = "fingerprint_parts"
 CONSISTENT = (_shorten, _abort, _other_token, _ask_for_less)
@@ -346,64 +337,44 @@ def _forge_one(
     return name, RequestOutput.from_json(json.dumps(data))
 
 
-def judge(engine: Engine, output: RequestOutput, known: dict[str, Any] | None = None) -> str:
-    """The verdict that an output deserves: by the idle ``engine``'s run of what it states, alone.
+def is_true(engine: Engine, output: RequestOutput, known: dict[str, Any]) -> bool:
+    """Whether an output is what the idle ``engine`` gives for the request that it states, alone.
 
     known: runs by request, which further calls with the same engine then need not repeat.
     """
-    params = output.params
-    if not isinstance(params, SamplingParams):
-        return DIFFERS
-    if output.fingerprint_parts is not None:
-        text = json.dumps(output.fingerprint_parts, sort_keys=True)
-        if spelled(hashlib.sha256(text.encode()).hexdigest()[:32]) != spelled(output.fingerprint):
-            return DIFFERS
+    params, parts = output.params, output.fingerprint_parts
+    if not isinstance(params, SamplingParams) or not params.deterministic:
+        return False
     own = engine.ready().tokenizer_parts(params)
-    if not params.needs_tokenizer and "tokenizer" not in (output.fingerprint_parts or {}):
+    if not params.needs_tokenizer and "tokenizer" not in (parts or {}):
         own = None
-    expected = engine.contract.fingerprint.with_tokenizer(own).digest
-    if spelled(output.fingerprint) != spelled(expected) or not params.deterministic:
-        return NOT_COMPARABLE
-    known = {} if known is None else known
+    digests = [engine.contract.fingerprint.with_tokenizer(own).digest]
+    if parts is not None:
+        text = json.dumps(parts, sort_keys=True)
+        digests.append(hashlib.sha256(text.encode()).hexdigest()[:32])
+    if {spelled(digest) for digest in digests} != {spelled(output.fingerprint)}:
+        return False
     request = spelled([output.prompt_token_ids, params.to_dict()])
     if request not in known:
-        try:
+        known[request] = None  # refused
+        with suppress(ValueError, TypeError):
             known[request] = engine.generate([output.prompt_token_ids], params)[0]
-        except (ValueError, TypeError):
-            known[request] = None  # refused
     solo = known[request]
     if solo is None or spelled(_of_request(output)) != spelled(_of_request(solo)):
-        return DIFFERS
+        return False
     if type(output.completions) is not list or len(output.completions) != len(solo.completions):
-        return DIFFERS
-    pairs = zip(output.completions, solo.completions, strict=True)
-    verdicts = {_judge_one(stated, own, engine.tokenizer) for stated, own in pairs}
-    return DIFFERS if DIFFERS in verdicts else PARTIAL if PARTIAL in verdicts else SAME
+        return False
+    return all(map(_are_the_same, output.completions, solo.completions))
 
 
 def _of_request(output: RequestOutput) -> list[Any]:
     return [output.prompt_token_ids, output.params.to_dict(), output.prompt_logprobs]
 
 
-def _judge_one(stated: Completion, own: Completion, tokenizer: Any) -> str:
-    """One completion against that of the run alone."""
-    expected, verdict = own, SAME
-    if spelled(stated.finish_reason) == spelled("abort"):
-        tokens = stated.token_ids
-        if type(tokens) is not list or len(tokens) >= len(own.token_ids):
-            return DIFFERS  # it would have ended by itself
-        data = json.loads(own.to_json())
-        _cut(data, len(tokens), "abort", tokenizer)
-        expected = Completion.from_json(json.dumps(data))
-        if isinstance(stated.error, str):
-            expected.error = stated.error
-        verdict = PARTIAL
-    if (stated.text is None) != (own.text is None) and isinstance(stated.text, str | None):
-        expected, verdict = replace(expected, text=stated.text), PARTIAL
+def _are_the_same(stated: Completion, own: Completion) -> bool:
     if stated.stop_reason is None:  # it says nothing
-        expected = replace(expected, stop_reason=None)
-    same = spelled(_of_completion(stated)) == spelled(_of_completion(expected))
-    return verdict if same else DIFFERS
+        own = replace(own, stop_reason=None)
+    return spelled(_of_completion(stated)) == spelled(_of_completion(own))
 
 
 def _of_completion(c: Completion) -> list[Any]:

@@ -77,8 +77,9 @@ def context(name: str, make: Callable[[Scene], AbstractContextManager[Any]]) -> 
     return Influence(name, begin)
 
 
-def setting(name: str, put: Callable[[Any], Any], get: Undo, values: Any, **more: Any) -> Influence:
-    """An influence that sets one of ``values``; what ``get`` has returned before comes back."""
+def setting(name: str, **more: Any) -> Influence:
+    """An influence that gives a setting one of its values; what it had before comes back."""
+    put, get, values = ambient.SETTINGS[name]
 
     def begin(scene: Scene) -> Undo:
         before = get()
@@ -108,23 +109,27 @@ def _told(scene: Scene) -> None:
 
 
 TORCH = (
-    setting("default dtype", *ambient.DTYPE, where=ANYWHERE),
+    setting("default dtype", where=ANYWHERE),
     context("default device", lambda scene: torch.device("meta")),  # tensors have no data
     context("autocast", lambda scene: torch.autocast("cpu", scene.rng.choice(ambient.HALVES))),
-    setting("flush denormal", *ambient.FLUSH, flavour="denormal"),
-    setting("matmul precision", *ambient.MATMUL_PRECISION),
-    setting("mkldnn off", *ambient.MKLDNN),
-    setting("mkldnn matmul precision", *ambient.MKLDNN_MATMUL),
-    setting("deterministic algorithms", *ambient.DETERMINISTIC_ALGORITHMS),
-    setting("flash attention off", *ambient.FLASH),
-    setting("global random state", *ambient.RANDOM_STATE),
-    setting("threads", *ambient.THREADS, only="wide"),
-    setting("rounding mode", *ambient.ROUNDING, applies=lambda model: ambient.can_round()),
+    setting("flush denormal", flavour="denormal"),
+    setting("matmul precision"),
+    setting("mkldnn off"),
+    setting("mkldnn matmul precision"),
+    setting("deterministic algorithms"),
+    setting("flash attention off"),
+    setting("global random state"),
+    setting("threads", only="wide"),
+    setting("rounding mode", applies=lambda model: ambient.can_round()),
     context("function mode", lambda scene: ambient.OtherFunctions()),
     context("dispatch mode", lambda scene: ambient.OtherOperators()),
     context("grad mode", lambda scene: ambient.grad_mode(scene.rng)),
     Influence("hook of all modules", lambda scene: ambient.hook_all_modules()),
 )
+# Of weights that are loaded over others, and of how they lie.
+LOAD = changes.load_own_weights
+OVER: dict[str, Any] = {"where": (CALLS,), "also": ("one row",), "applies": changes.wide}
+LIE: dict[str, Any] = {"where": (BUILD, CALLS, STEPS), "also": ("layout", "wide")}
 MODEL = (
     change("parameter written", changes.write_parameter),
     change("parameter replaced", changes.replace_parameter),
@@ -132,24 +137,10 @@ MODEL = (
     change("data written and told", _told, where=(CALLS, STEPS)),
     change("inference weights written", changes.write_inference, flavour="inference"),
     change("weights loaded", changes.load_weights),
-    *(
-        change(
-            f"weights loaded over {prepare.__name__}",
-            changes.load_own_weights,
-            where=(CALLS,),
-            prepare=prepare,
-            also=("one row",),
-            applies=changes.wide,
-        )
-        for prepare in (changes.zeros, changes.identities)
-    ),
-    *(
-        change(f"weights {how}", act, where=(BUILD, CALLS, STEPS), also=("layout", "wide"))
-        for how, act in (
-            ("misaligned", changes.misalign),
-            ("transposed in memory", changes.transpose_memory),
-        )
-    ),
+    change("weights loaded over zeros", LOAD, prepare=changes.zeros, **OVER),
+    change("weights loaded over identities", LOAD, prepare=changes.identities, **OVER),
+    change("weights misaligned", changes.misalign, **LIE),
+    change("weights transposed in memory", changes.transpose_memory, **LIE),
     change("buffer written", changes.write_buffer, applies=changes.buffers),
     change("buffer replaced", changes.replace_buffer, applies=changes.buffers),
     change("epsilon", changes.epsilon, applies=changes.epsilons),
@@ -170,7 +161,7 @@ PROCESS = (
     Influence("engine in another thread", lambda scene: ambient.engine_in_a_thread()),
     Influence("earlier allocations", lambda scene: ambient.allocate(scene.rng)),
     Influence("memory full of NaN", lambda scene: ambient.poison_memory()),
-    setting("one core", *ambient.CORES, where=ANYWHERE),
+    setting("one core", where=ANYWHERE),
 )
 MODELS = (
     Influence("NaN out of sight", _nothing, only="windowed", flavour="poisoned", weight=4),

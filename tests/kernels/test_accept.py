@@ -65,7 +65,7 @@ def traces(seed: int, count: int, width: int, vocab: int) -> tuple[list[dict], l
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("width, page_size", [(1, 16), (17, 128), (33, 1), (70, 16)])
-def test_matches_reference(width: int, page_size: int) -> None:
+def test_matches_reference(width, page_size):
     """Together, and each alone in wider tables: nothing but its own row counts."""
     requests, stops = traces(seed=width, count=25, width=width, vocab=6)
     found = run(requests, stops, width, page_size)
@@ -98,7 +98,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("accept", [accept_truncate, twin.accept_truncate], ids=["triton", "twin"])
-def test_exact(accept: Callable[..., AcceptResult]) -> None:
+def test_exact(accept):
     requests, stops, expected = map(list, zip(*CASES.values(), strict=True))
     found = run(requests, stops, 4, accept=accept)
     got = torch.stack(found, dim=1).tolist()

@@ -31,7 +31,7 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_shares_are_even(name: str) -> None:
+def test_shares_are_even(name):
     """No program has more than one and a half times its share and a split."""
     counts, lengths = zip(*PASSES[name], strict=True)
     first_rows = torch.tensor([0, *counts]).cumsum(0)
@@ -99,7 +99,7 @@ def lists_of_any_order(monkeypatch: pytest.MonkeyPatch, seed: int, lose: int = 0
     [{"window": 70, "softcap": 4.0}, pytest.param({}, marks=pytest.mark.slow("crosses", 2))],
     ids=str,
 )
-def test_any_order(options: dict, any_order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order(options, any_order, monkeypatch):
     options = options | {"sinks": normal(4, seed=9)}
     work = mixed_pass()
     with launched("walk"):
@@ -112,7 +112,7 @@ def test_any_order(options: dict, any_order: list[int], monkeypatch: pytest.Monk
             assert torch.equal(work(**options), expected)
 
 
-def test_a_workspace_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_is_full(monkeypatch):
     """What has no entries is not cut; the bits are the same."""
     work = mixed_pass()
     with launched("walk"):
@@ -125,7 +125,7 @@ def test_a_workspace_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_any_order_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_can_fail(monkeypatch):
     """Control: a split that is left out shows."""
     work = mixed_pass()
     with launched("walk"):

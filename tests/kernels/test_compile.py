@@ -30,12 +30,14 @@ from tests.kernels import compiled
 from tests.kernels.compiled import CODED
 from tinyspec.kernels import launch
 from tinyspec.kernels.accept import accept_truncate
-from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.kernels.experts import add_experts, grouped_linear, sort_by_expert
 from tinyspec.kernels.hidden_states import add_rms_norm, gated, linear
 from tinyspec.kernels.kv_write import fused_kv_write
 from tinyspec.kernels.paged_attention import attention_kernel, paged_attention
+from tinyspec.kernels.recurrent import keep_rows, scan
 from tinyspec.kernels.sample import sample
+from tinyspec.kernels.short_conv import short_conv
 
 ROOT = Path(__file__).parents[2]
 # (backend, architecture, lanes per warp): shared memory of one program in bytes.
@@ -243,25 +245,18 @@ def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> Iterator[Call
 
 def checkpoints_of(rows: int) -> Any:
     """Metadata of as many segments, at any address."""
-    from tinyspec.kernels.backend import Checkpoints
-
     owners, at, to = (ints([0] * (rows + 1))[1:] for _ in range(3))
     return Checkpoints(owners, at, to, torch.zeros(rows + 1, dtype=torch.long)[1:], 8)
 
 
 def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
-    from tinyspec.kernels.backend import AttentionMetadata, LayerStates
-    from tinyspec.kernels.recurrent import scan
-
     key_heads, heads, dk, dv = STATES[rule]
-    wide = 2 * key_heads * dk + heads * dv
+    kept = key_heads * dk + heads * dv
+    wide = key_heads * dk + kept
     for rows, ring, more in ((1, 48, 0), (16, 64, 2 * dk), (777, 48, 0)):
         q = torch.zeros(rows, wide + more, dtype=dtype)[:, : key_heads * dk].view(rows, -1, dk)
-        kv = torch.zeros(rows, key_heads * dk + heads * dv, dtype=dtype)
-        rings = (
-            torch.zeros(2, ring, 1),
-            torch.zeros(2, ring, key_heads * dk + heads * dv, dtype=dtype),
-        )
+        kv = torch.zeros(rows, kept, dtype=dtype)
+        rings = torch.zeros(2, ring, 1), torch.zeros(2, ring, kept, dtype=dtype)
         gates, state = torch.zeros(2, ring, 2 * heads), torch.zeros(2, heads, dk, dv)
         states, own = LayerStates(*rings, gates, state), torch.zeros(rows, heads, 2)
         given = ints([[0]] * rows), ints([0] * (rows + 2))[1:], ints([0] * (rows + 1))[1:], 16
@@ -271,19 +266,13 @@ def recurrent_calls(dtype: torch.dtype, rule: str) -> Iterator[Call]:
 
 
 def keep_rows_calls(dtype: torch.dtype, kind: str) -> Iterator[Call]:
-    from tinyspec.kernels.recurrent import keep_rows
-
     for width, rows in product(CHANNELS[kind], ROWS):
         ring, slots = torch.zeros(2, 48, width, dtype=dtype), checkpoints_of(rows).slots
-        yield partial(
-            keep_rows, ring, torch.zeros(rows, 3 * width, dtype=dtype)[:, :width], slots, None
-        )
+        rows_of_wider = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
+        yield partial(keep_rows, ring, rows_of_wider, slots, None)
 
 
 def short_conv_calls(dtype: torch.dtype, kind: str, ring: bool = False) -> Iterator[Call]:
-    from tinyspec.kernels.backend import AttentionMetadata
-    from tinyspec.kernels.short_conv import short_conv
-
     for width, rows, size in product(CHANNELS[kind], ROWS, (16, 128)):
         # x cut out of a wider one, a weight and metadata at any address.
         x, weight = torch.zeros(rows, 3 * width, dtype=dtype), torch.zeros(width * 3 + 1)
@@ -504,7 +493,7 @@ GRID = [
 
 
 @pytest.mark.parametrize("target, entry", GRID)
-def test_entry(compiler: Compiler, target: str, entry: str) -> None:
+def test_entry(compiler, target, entry):
     """One binary whatever the rows, heads, pages, windows, strides and lengths; it fits shared
     memory, spills nothing in a loop (gfx942 does, a little, where scores are capped), and has no
     atomics, no fused multiply-add, no tf32. It takes no more of an SM than what is written down."""
@@ -561,7 +550,7 @@ def kernel_of(entry: str) -> str:
     return f"{entry.partition(' ')[0]}_kernel"
 
 
-def test_essential_entries_exist() -> None:
+def test_essential_entries_exist():
     """Every kernel and every target is among those that run by default."""
     known = entries()
     assert {entry for _, entry in ESSENTIAL} <= known.keys()
@@ -577,7 +566,7 @@ def table_of_this_triton() -> compiled.Table:
     return table
 
 
-def test_every_entry_is_written_down() -> None:
+def test_every_entry_is_written_down():
     """On every target of the table, with the kernels behind it, and nothing else."""
     expected = {
         f"{entry} {kernel}"
@@ -594,7 +583,7 @@ def test_every_entry_is_written_down() -> None:
     "dim, change, what",
     [(128, {"num_stages": 2}, "copies in flight"), (16, {"block_m": 128}, "registers")],
 )
-def test_control_a_worse_entry(compiler: Compiler, dim: int, change: dict, what: str) -> None:
+def test_control_a_worse_entry(compiler, dim, change, what):
     """A stage less, and a tile of twice the rows."""
     table, entry = table_of_this_triton(), f"attention torch.bfloat16 {dim} extras=False"
     assert not compiled.worse(table, "sm_90", entry, compiler("sm_90", entry))
@@ -603,7 +592,7 @@ def test_control_a_worse_entry(compiler: Compiler, dim: int, change: dict, what:
 
 
 @pytest.mark.slow("compile grid", 2)
-def test_control_a_loop_that_spills(compiler: Compiler) -> None:
+def test_control_a_loop_that_spills(compiler):
     """Twice the rows, with as many warps."""
     records = compiler("sm_90", LLAMA, block_m=128)
     (found,) = (r for r in records if r["kernel"] == "attention_kernel")
@@ -611,7 +600,7 @@ def test_control_a_loop_that_spills(compiler: Compiler) -> None:
 
 
 @pytest.mark.gpu
-def test_one_binary_when_run() -> None:
+def test_one_binary_when_run():
     """On the device itself: many shapes, one compiled kernel in triton's cache."""
     torch.set_default_device("cuda")
     try:

@@ -55,9 +55,7 @@ SHAPES = {
 @both
 @stored
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_matches_reference(
-    shape: tuple[int, int, int], stored: str, fn: Linear, dtype: torch.dtype
-) -> None:
+def test_matches_reference(shape, stored, fn, dtype):
     rows, width, outputs = shape
     weight, bias = layer(fn, width, outputs, dtype, stored)
     # Torch's error is taken at sixteen rows: for one it has a dot product of another accuracy.
@@ -94,7 +92,7 @@ def by_torch(
 @both
 @stored
 @pytest.mark.parametrize("largest", [2, 30])
-def test_exact(largest: int, stored: str, fn: Linear, dtype: torch.dtype) -> None:
+def test_exact(largest, stored, fn, dtype):
     """Small integers: every sum is exact in fp32, so the one rounding at the end is all there is.
 
     The larger ones exceed what the 16-bit formats hold: the bias, too, joins before the rounding.
@@ -126,9 +124,7 @@ INVARIANT = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @stored
 @pytest.mark.parametrize("fn, dtype, width, outputs", INVARIANT)
-def test_row_invariant(
-    width: int, outputs: int, stored: str, fn: Linear, dtype: torch.dtype
-) -> None:
+def test_row_invariant(width, outputs, stored, fn, dtype):
     weight, bias = layer(fn, width, outputs, dtype, stored)
     rows = ROWS if fn is twins.linear else 20  # through the interpreter more take long
     x = cancelling_inputs(rows, width, dtype, weight=weight).to(weight.device)
@@ -141,7 +137,7 @@ def test_row_invariant(
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
-def test_row_invariant_with_two_threads(two_threads: None, dtype: torch.dtype) -> None:
+def test_row_invariant_with_two_threads(two_threads, dtype):
     """The twin, with the work of a call cut in two."""
     for width, outputs in ((256, 64), (512, 1408)):
         weight, bias = layer(twins.linear, width, outputs, dtype)
@@ -150,7 +146,7 @@ def test_row_invariant_with_two_threads(two_threads: None, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("fn, dtype", [BOTH[0], BOTH[-2]])
-def test_row_invariant_can_fail(fn: Linear, dtype: torch.dtype) -> None:
+def test_row_invariant_can_fail(fn, dtype):
     """Control: sums whose split over K depends on the number of rows, or on the row index."""
     weight, _ = layer(fn, 100, 48, dtype)
     x = cancelling_inputs(12, 100, dtype, weight=weight).to(weight.device)
@@ -169,7 +165,7 @@ def test_row_invariant_can_fail(fn: Linear, dtype: torch.dtype) -> None:
 @both
 @stored
 @pytest.mark.usefixtures("poisoned")
-def test_padding_untouched(stored: str, fn: Linear, dtype: torch.dtype) -> None:
+def test_padding_untouched(stored, fn, dtype):
     """Rows, features and outputs that lie around what is asked for do not enter; all is written."""
     weight, bias = layer(fn, 77, 50, dtype, stored)
     x = normal(21, 77, dtype=dtype).to(weight.device)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, DTYPES, normal
+from tests.kernels import cases
+from tests.kernels.cases import DEVICE, normal
 from tests.support.recurrence import scanned
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.config import STATE_TILE
@@ -19,10 +20,7 @@ from tinyspec.kernels import recurrent as kernels
 from tinyspec.kernels.backend import AttentionMetadata, Checkpoints, LayerStates
 from tinyspec.kernels.twins import recurrent as twins
 
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-BOTH = [pytest.param(kernels, *p.values, id=f"triton-{p.id}", marks=p.marks) for p in DTYPES]
-BOTH += [pytest.param(twins, d, id=f"twin-{name}") for d, name in NAMES.items()]
-both = pytest.mark.parametrize("module, dtype", BOTH)
+both = cases.both("module", kernels, twins)
 RING = 48
 DELTA = {"delta": True, "scale": 0.3, "eps": 1e-6}
 RULES = pytest.mark.parametrize("rule", [DELTA, {"delta": False}], ids=["delta", "mamba 2"])
@@ -108,9 +106,7 @@ class Sequences:
 @RULES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.crossed(1)
-def test_matches_reference(
-    module: ModuleType, dtype: torch.dtype, rule: dict, shape: tuple
-) -> None:
+def test_matches_reference(module, dtype, rule, shape):
     made = Sequences(module, dtype, shape, (1, 40))
     parts = [Part(n, 0, end, end) for n, end in enumerate(made.lengths)]
     for n, own in enumerate(made.run(parts, rule, padding=3)):
@@ -133,7 +129,7 @@ def chunks(made: Sequences, size: int) -> list[list[Part]]:
 @RULES
 @pytest.mark.parametrize("size", [1, 5, 17, 32])
 @pytest.mark.crossed(2)
-def test_a_row_anywhere(module: ModuleType, dtype: torch.dtype, rule: dict, size: int) -> None:
+def test_a_row_anywhere(module, dtype, rule, size):
     """Token by token, in chunks, in another order, and after others that did not stay (drafts that
     were wrong): the same bits. Control: with an empty state, others."""
     quick = module is kernels  # interpreted
@@ -159,7 +155,7 @@ def test_a_row_anywhere(module: ModuleType, dtype: torch.dtype, rule: dict, size
 
 @RULES
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 32, 128, 128), (3, 6, 96, 192)], ids=str)
-def test_the_twin_in_any_crowd(rule: dict, shape: tuple) -> None:
+def test_the_twin_in_any_crowd(rule, shape):
     """Batched products: as many as there are sequences and heads."""
     lengths = tuple(1 + 37 * n % 90 for n in range(12))
     expected = Sequences(twins, torch.float32, shape, lengths).whole(rule)
@@ -169,7 +165,7 @@ def test_the_twin_in_any_crowd(rule: dict, shape: tuple) -> None:
 
 
 @both
-def test_a_chunk_as_long_as_the_ring(module: ModuleType, dtype: torch.dtype) -> None:
+def test_a_chunk_as_long_as_the_ring(module, dtype):
     """Rows that are kept have the places of those that the same pass reads."""
     lengths = (10 + RING + 5,)
     (expected,) = Sequences(module, dtype, SHAPES[0], lengths).whole(DELTA)
@@ -179,7 +175,7 @@ def test_a_chunk_as_long_as_the_ring(module: ModuleType, dtype: torch.dtype) -> 
     assert torch.equal(torch.cat(found), expected)
 
 
-def test_decays_make_no_denormals() -> None:
+def test_decays_make_no_denormals():
     """Products with numbers below fp32's least normal one take a CPU some eight times as long."""
     g = torch.full((2, 3, STATE_TILE), -30.0)
     above = twins._matrices(STATE_TILE)[1]

@@ -7,7 +7,6 @@ What is one promise of the kernel and its twin both are held to here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -74,7 +73,7 @@ KNOWN = {
 }
 
 
-def test_philox_known_answers() -> None:
+def test_philox_known_answers():
     """By what stands for kernel and twin below."""
     for expected, words in KNOWN.items():
         found = philox_reference([np.array([word]) for word in words[:4]], words[4:])
@@ -87,7 +86,7 @@ SHAPES = [(1, 1), (5, 63), (8, 1000), (4, 4096), (6, 9001)]
 
 @both
 @pytest.mark.parametrize("rows, vocab", SHAPES)
-def test_matches_reference(rows: int, vocab: int, scorer: Callable) -> None:
+def test_matches_reference(rows, vocab, scorer):
     """Noise: word v % 4 of counter (v // 4, position) under the key's two halves."""
     logits, temperature, keys, positions = case(rows, vocab, seed=vocab)
     tokens, logprobs = scorer(logits, temperature, keys, positions)
@@ -105,7 +104,7 @@ def test_matches_reference(rows: int, vocab: int, scorer: Callable) -> None:
 
 
 @both
-def test_all_greedy_need_no_noise(scorer: Callable) -> None:
+def test_all_greedy_need_no_noise(scorer):
     logits, _, keys, positions = case(5, 300)
     tokens, logprobs = scorer(logits, torch.zeros_like(logits[:, 0]), keys, positions)
     bare, same = scorer(logits, None, None, None)
@@ -116,7 +115,7 @@ def test_all_greedy_need_no_noise(scorer: Callable) -> None:
 
 @both
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_exact(scorer: Callable) -> None:
+def test_exact(scorer):
     """Ties, exclusion, what is not finite, no rows at all."""
     rows = {
         "plain": ([1.0, 3.0, 2.0, 0.0, 0.0], 1),
@@ -153,7 +152,7 @@ def test_exact(scorer: Callable) -> None:
     [(1, 1), (8, 1000), pytest.param(6, 9001, marks=pytest.mark.slow("crosses", 4))],
     ids=str,
 )
-def test_exact_when_forced(scorer: Callable, rows: int, vocab: int) -> None:
+def test_exact_when_forced(scorer, rows, vocab):
     """A row's own choice, forced on it: the bits of the free row, greedy or hot, noise or none."""
     logits, temperature, keys, positions = case(rows, vocab, seed=vocab)
     free = scorer(logits, temperature, keys, positions)
@@ -178,7 +177,7 @@ def test_exact_when_forced(scorer: Callable, rows: int, vocab: int) -> None:
 
 @both
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_exact_when_forced_on_broken_rows(scorer: Callable) -> None:
+def test_exact_when_forced_on_broken_rows(scorer):
     """A broken row yields -1 whatever is forced; an excluded token is kept, at -inf."""
     rows = floats([[NAN, 1.0, 0.0], [0.0, INF, 1.0], [NEG] * 3, [0.0, NEG, 1.0], [NEG, NEG, 5.0]])
     numbers = longs(list(range(5)))
@@ -191,7 +190,7 @@ def test_exact_when_forced_on_broken_rows(scorer: Callable) -> None:
 
 @both
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_row_invariant(scorer: Callable) -> None:
+def test_row_invariant(scorer):
     """Alone, moved, among huge and broken rows, cut out of wider ones; whichever are forced."""
     logits, *others = case(4, 4100)
     forced = longs([-1, 31, 62, -1])
@@ -207,7 +206,7 @@ def test_row_invariant(scorer: Callable) -> None:
     assert_row_invariant(lambda rows: run(rows, forced), numbered)
 
 
-def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_invariant_can_fail(monkeypatch):
     """Control: other blocks change the logsumexp's bits, another key or position the token."""
     logits, temperature, keys, positions = case(8, 1500)
     tokens, _ = sample(logits, temperature, keys, positions)
@@ -238,7 +237,7 @@ def by_address(function: Callable, row: Tensor) -> set[tuple]:
 
 
 @modules
-def test_a_likely_token_among_large_logits(module: ModuleType) -> None:
+def test_a_likely_token_among_large_logits(module):
     """Its log-probability is small, and must not be rounded at the size of the logits."""
     logits = 3 * normal(8, 5003, seed=1)
     logits[:, 5] = logits.max() + 14
@@ -255,7 +254,7 @@ def test_a_likely_token_among_large_logits(module: ModuleType) -> None:
 
 @modules
 @pytest.mark.parametrize("vocab", [1, 67, pytest.param(5003, id="blocks")])
-def test_matches_reference_of_whole_rows(module: ModuleType, vocab: int) -> None:
+def test_matches_reference_of_whole_rows(module, vocab):
     logits = 4 * normal(4, vocab, seed=vocab)
     logits[:, 1::7] = NEG
     heat = torch.tensor([0.0, 1.0, 0.3, 2.5], device=DEVICE)
@@ -274,7 +273,7 @@ def test_matches_reference_of_whole_rows(module: ModuleType, vocab: int) -> None
 
 @modules
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_exact_whole_rows(module: ModuleType) -> None:
+def test_exact_whole_rows(module):
     """The bits of the log-probabilities that are computed one by one; what is not finite."""
     logits = 4 * normal(5, 67)
     rows = torch.arange(5, device=DEVICE)
@@ -287,7 +286,7 @@ def test_exact_whole_rows(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("module, dtype", CASES)
-def test_exact_as_sampled(module: ModuleType, dtype: torch.dtype) -> None:
+def test_exact_as_sampled(module, dtype):
     """A sampled token has the log-probability that stands in the whole row."""
     logits = (4 * normal(4, 67)).to(dtype)
     heat = floats([0.0, 1.0, 0.3, 2.5])
@@ -301,7 +300,7 @@ def test_exact_as_sampled(module: ModuleType, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "vocab", [67, *(pytest.param(n, marks=pytest.mark.slow("crosses", 2)) for n in (66, 4099))]
 )
-def test_row_invariant_of_whole_rows(module: ModuleType, dtype: torch.dtype, vocab: int) -> None:
+def test_row_invariant_of_whole_rows(module, dtype, vocab):
     """A row has the same bits at every address, in every batch and at every place of it."""
     logits = sensitive(5, vocab).to(dtype)
     whole = module.log_softmax(logits)

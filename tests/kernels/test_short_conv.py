@@ -10,16 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, DTYPES, normal
+from tests.kernels import cases
+from tests.kernels.cases import DEVICE, normal
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import short_conv as kernels
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins import short_conv as twins
 
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-BOTH = [pytest.param(kernels, *p.values, id=f"triton-{p.id}", marks=p.marks) for p in DTYPES]
-BOTH += [pytest.param(twins, d, id=f"twin-{name}") for d, name in NAMES.items()]
-both = pytest.mark.parametrize("module, dtype", BOTH)
+both = cases.both("module", kernels, twins)
 LENGTHS = (1, 2, 13)
 
 
@@ -68,9 +66,7 @@ def whole(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("channels, reach", [(1, 1), (7, 3), (64, 4), (520, 3)])
 @pytest.mark.parametrize("size", [1, 4, 16])
 @pytest.mark.crossed(0.2)
-def test_matches_reference(
-    module: ModuleType, dtype: torch.dtype, size: int, channels: int, reach: int
-) -> None:
+def test_matches_reference(module, dtype, size, channels, reach):
     pages = Pages(module, dtype, size, channels, reach)
     found = pages.run([(n, 0, length) for n, length in enumerate(LENGTHS)], padding=3)
     for own, x in zip(found, pages.x, strict=True):
@@ -82,7 +78,7 @@ def test_matches_reference(
 @both
 @pytest.mark.crossed(7)
 @pytest.mark.parametrize("size", [1, 16])
-def test_a_row_anywhere(module: ModuleType, dtype: torch.dtype, size: int) -> None:
+def test_a_row_anywhere(module, dtype, size):
     """Token by token, in chunks of all sizes, behind other sequences, on other pages, computed
     twice (drafts that were wrong): the same bits. Control: without the pages before it, others."""
     expected = Pages(module, dtype, 8, 20, 4).run([(n, 0, e) for n, e in enumerate(LENGTHS)])
@@ -108,7 +104,7 @@ def test_a_row_anywhere(module: ModuleType, dtype: torch.dtype, size: int) -> No
 
 
 @both
-def test_rows_that_are_not_written(module: ModuleType, dtype: torch.dtype) -> None:
+def test_rows_that_are_not_written(module, dtype):
     """What is in their slots stays, and is what later rows see."""
     pages = Pages(module, dtype, 4, 8, 3)
     pages.run([(2, 0, 13)])

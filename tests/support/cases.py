@@ -6,13 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.support import zoo
 from tests.support.mixes import bits
 from tests.support.pages import unowned
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
-from tests.support.tiny import VOCAB, config_of, tiny
+from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 
 REFERENCE = 16
@@ -30,12 +30,7 @@ def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrained
         model = zoo.tiny(HYBRIDS.get(kind, kind)).to(DTYPES[dtype])
         return replace_linears(model, ShapeSensitiveLinear)
     model = tiny("llama", DTYPES[dtype])
-    if positions != 512:
-        config = config_of("llama")
-        config.max_position_embeddings = positions
-        longer = AutoModelForCausalLM.from_config(config).to(DTYPES[dtype]).eval()
-        longer.load_state_dict(model.state_dict())
-        model = longer
+    model.config.max_position_embeddings = positions
     return model if kind == "as is" else replace_linears(model, ShapeSensitiveLinear)
 
 

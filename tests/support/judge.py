@@ -65,15 +65,13 @@ def one(row: list[int]) -> Tensor:
 def padded(rows: list[list[int]], side: str = "left", pad: int = PAD) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of a batch."""
     longest = max(map(len, rows))
-    fill = [(longest - len(row)) * [pad] for row in rows]
-    masks = [len(row) * [1] for row in rows]
-    if side == "left":
-        ids = [part + row for part, row in zip(fill, rows, strict=True)]
-        masks = [len(part) * [0] + mask for part, mask in zip(fill, masks, strict=True)]
-    else:
-        ids = [row + part for part, row in zip(fill, rows, strict=True)]
-        masks = [mask + len(part) * [0] for part, mask in zip(fill, masks, strict=True)]
-    return torch.tensor(ids), torch.tensor(masks)
+
+    def filled(given: list[list[int]], value: int) -> Tensor:
+        fills = [(longest - len(row)) * [value] for row in given]
+        pairs = zip(fills, given, strict=True)
+        return torch.tensor([f + row if side == "left" else row + f for f, row in pairs])
+
+    return filled(rows, pad), filled([[1] * len(row) for row in rows], 0)
 
 
 BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}

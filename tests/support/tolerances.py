@@ -20,9 +20,8 @@ class Tolerance(NamedTuple):
 
 # One fp32 operator whose sums run in another order.
 OPERATOR = Tolerance(1.3e-6, 1e-5)
-# One 16-bit operator, the same; or with angles that are rounded once more.
+# One 16-bit operator, the same.
 OPERATOR_16 = Tolerance(1e-5, 1e-2)
-ANGLES_16 = Tolerance(1e-5, 0.1)
 # Logits and scores of a whole fp32 model through another attention.
 LOGITS = Tolerance(1e-5, 1e-4)
 # Log-probabilities of such fp32 logits; of passes of other sizes; and of the same logits by another
