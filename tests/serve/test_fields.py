@@ -261,6 +261,8 @@ def test_an_operator(bundled):
         assert httpx.get(f"{server.url}/load", headers=headers).json() == {"server_load": 0}
         version = httpx.get(f"{server.url}/version", headers=headers).json()["version"]
         assert re.match(r"\d+\.\d+", version)
+        document = httpx.get(f"{server.url}/openapi.json", headers=headers).json()
+        assert document["info"]["version"] == version
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
         for stream in (False, True):
             answer = {**asked, "stream": stream}
