@@ -110,7 +110,7 @@ def test_preempted(window):
     model = thinking_model()
     prompts = [prompt_of(length, length) for length in (40, 80, 41)]
     wanted = [generate(model, prompt, 60, None) for prompt in prompts]
-    with engine_of(model, thinking_window=window, num_pages=10) as engine:
+    with engine_of(model, thinking_window=window, num_pages=12) as engine:
         ids = [engine.add_request(prompt, params(60)) for prompt in prompts]
         for _ in range(2):
             engine.step()
