@@ -233,7 +233,7 @@ class Assistant:
         nobody else needs; and the sequences that have got pages."""
         table, pool, size = self._table, self._pool, self._pool.page_size
         own = -(-(table.length + 1) // size)
-        needed = np.maximum(own[table.rows] - table.num_pages[table.rows], 0).sum()
+        needed = np.maximum(self._admission.lacking(), 0).sum()
         spare = 0 if self._admission.waiting else max(pool.num_free - int(needed), 0)
         held = np.maximum(table.num_pages[rows], own[rows] if needed <= pool.num_free else 0)
         more = np.where(limits > 0, -(-(table.length[rows] + limits) // size) - held, 0)

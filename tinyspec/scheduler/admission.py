@@ -127,15 +127,18 @@ class Admission:
         """Whether pages are likely to last if a sequence starts: for the present tokens of all, or
         a page more for each. Later another completion of a prompt may have to compute it again, so
         that once it starts where pages are scarce, too."""
-        table, (source, pages, _) = self.table, self._shared(sequence)
+        source, pages, _ = self._shared(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
         if source is None or sequence.stats.preemptions:
-            lacking = (
-                table.length[table.rows] // self.pool.page_size + 1 - table.num_pages[table.rows]
-            )
-            need += int(np.maximum(lacking, 1).sum())
+            need += int(np.maximum(self.lacking(), 1).sum())
         free = self.pool.num_free - len(self.pool.idle.keys() & pages)
-        return free >= need or not len(table)
+        return free >= need or not len(self.table)
+
+    def lacking(self) -> Array:
+        """[n]: pages that each running sequence lacks for its present tokens and one more; less
+        than 0 where it has some to spare."""
+        table, rows = self.table, self.table.rows
+        return table.length[rows] // self.pool.page_size + 1 - table.num_pages[rows]
 
     def _source(self, sequence: Sequence) -> Sequence | None:
         """Another completion, which runs, has computed all but the last token of their prompt, and

@@ -317,8 +317,9 @@ def create_app(
     """The application for one server. api_key, bounds: as ``Guard`` has them. origins: of pages
     that may ask in a browser, or "*"."""
     own = metadata.version("tinyspec")
-    given: Any = {"default_response_class": AsciiJSON, "responses": FAILURES}
-    app = FastAPI(title="tinyspec", version=own, **given)
+    app = FastAPI(
+        title="tinyspec", version=own, default_response_class=AsciiJSON, responses=FAILURES
+    )
     app.add_middleware(Guard, api_key=api_key, bounds=bounds)
     if origins:
         every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
